@@ -1,0 +1,28 @@
+"""Errors that a user can cause or cure. Each message names the value and the remedy, in one line."""
+
+
+class OctavoError(Exception):
+    """Base of every error that Octavo raises on purpose."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A setting, or a combination of settings, that cannot be served: raised at start."""
+
+
+class ModelError(OctavoError):
+    """A model that cannot be found, read or run (missing, truncated, corrupt, unknown architecture)."""
+
+
+class RequestError(OctavoError, ValueError):
+    """A request that cannot be served as asked (HTTP 400). Other requests are unaffected.
+
+    `param` names the offending field where there is one.
+    """
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(OctavoError):
+    """The engine core has stopped; requests in flight cannot be finished."""

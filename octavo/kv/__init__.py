@@ -1,0 +1,1 @@
+"""KV cache bookkeeping: formats, blocks, keys. Knows no tensors' contents."""

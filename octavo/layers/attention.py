@@ -1,0 +1,121 @@
+"""Paged attention: the metadata all backends read, the interface they implement, the plain version.
+
+A step is one ragged batch: request i owns rows `query_start[i] .. query_start[i+1]`; its context
+is `seq_lens[i]` tokens, of which its rows are the last ones. A decode token, a prefill chunk and
+a verification of drafts differ only in how many rows they have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from octavo.kv.format import KVFormat
+
+
+@dataclass
+class AttentionMetadata:
+    """One step's batch as attention sees it, for one KV group. All tensors on the model's device.
+
+    Attributes:
+        query_start: int32 `[n + 1]`, first row of each request; the last entry is the row count.
+        seq_lens: int32 `[n]`, context length of each request, this step's rows included.
+        block_table: int32 `[n, max_blocks]`, block ids in order; entries past a request's length
+            are arbitrary but valid ids.
+        slot_mapping: int64 `[rows]`, where each row's K and V go:
+            `block_id * block_size + offset`; -1 drops the row (padding).
+        num_requests: n.
+        num_rows: rows of the step.
+        max_query_len: host's upper bound of a request's rows (1: pure decode).
+        max_seq_len: host's upper bound of `seq_lens`.
+        plan: whatever the backend's `plan` prepared for this step.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_requests: int
+    num_rows: int
+    max_query_len: int
+    max_seq_len: int
+    plan: object = None
+
+
+class AttentionBackend(ABC):
+    """How attention over the paged cache is computed on one kind of device.
+
+    The cache of a layer is `[num_blocks, 2, num_kv_heads, block_size, head_dim]` (`KVFormat`).
+    A backend holds no per-request state: everything it reads is in the metadata.
+    """
+
+    name: str
+
+    def __init__(self, num_heads: int, fmt: KVFormat, scale: float, sliding_window: int | None = None):
+        self.num_heads = num_heads
+        self.fmt = fmt
+        self.scale = scale
+        self.sliding_window = sliding_window
+
+    def plan(self, meta: AttentionMetadata) -> None:  # noqa: B027 (optional hook)
+        """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""
+
+    @abstractmethod
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> None:
+        """Store rows `k`, `v` (`[rows, num_kv_heads, head_dim]`) at `meta.slot_mapping`."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Causal attention of rows `q` (`[rows, num_heads, head_dim]`) over their contexts.
+
+        KV of this step's rows is already in the cache. Returns `[rows, num_heads, head_dim]`.
+        """
+
+    def prepare_capture(self, meta: AttentionMetadata) -> None:
+        """Make `meta` safe to record in a device graph (fixed shapes and addresses)."""
+        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
+
+    def prepare_replay(self, meta: AttentionMetadata) -> None:
+        """Refresh what a recorded graph reads, before it is replayed on `meta`."""
+        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
+
+
+class TorchAttention(AttentionBackend):
+    """Plain PyTorch: gathers each request's context and computes softmax(q k^T) v in float32.
+
+    Slow and simple: the oracle that the fast backends are tested against.
+    """
+
+    name = "torch"
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> None:
+        slots = meta.slot_mapping
+        kept = slots >= 0
+        if not bool(kept.all()):
+            slots, k, v = slots[kept], k[kept], v[kept]
+        block, offset = slots // self.fmt.block_size, slots % self.fmt.block_size
+        cache[block, 0, :, offset] = k.to(cache.dtype)
+        cache[block, 1, :, offset] = v.to(cache.dtype)
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        out = torch.empty_like(q)
+        starts, lens = meta.query_start.tolist(), meta.seq_lens.tolist()
+        group = self.num_heads // self.fmt.num_kv_heads
+        for i in range(meta.num_requests):
+            lo, hi, ctx = starts[i], starts[i + 1], lens[i]
+            blocks = meta.block_table[i, : -(-ctx // self.fmt.block_size)].long()
+            kv = cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :ctx]
+            k, v = (x.repeat_interleave(group, dim=0) for x in kv)
+            scores = torch.einsum("rhd,htd->hrt", q[lo:hi].float(), k) * self.scale
+            row = torch.arange(ctx - (hi - lo), ctx, device=q.device)[:, None]
+            col = torch.arange(ctx, device=q.device)[None, :]
+            mask = col > row
+            if self.sliding_window is not None:
+                mask |= col <= row - self.sliding_window
+            probs = scores.masked_fill(mask, float("-inf")).softmax(-1)
+            out[lo:hi] = torch.einsum("hrt,htd->rhd", probs, v).to(q.dtype)
+        return out

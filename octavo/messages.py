@@ -1,0 +1,191 @@
+"""What passes between the parts: front end to engine core, scheduler to worker, and back.
+
+These are plain data (msgspec structs of Python and NumPy values), so that the same objects serve
+a thread, a process or a rank. Layers above and below know each other only through them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from octavo.sampling_params import SamplingParams
+
+
+class CoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A request as the engine core takes it: checked, tokenized, one choice.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: at least one id, each within the vocabulary.
+        params: `n` is 1, `max_tokens` is set (clamped to the context).
+        seed: 64-bit seed of this choice (drawn by the front end when the user gave none).
+        eos_token_ids: ids that end the text, empty under `ignore_eos`.
+        bad_words_ids: tokenized `params.bad_words`, each a non-empty list.
+        arrival_time: `time.time()` at the front end, seconds.
+        priority: lower runs first (policy "priority" only).
+        cache_salt, lora_digest, mm_spans, prompt_embeds_hash: extra keys of the prefix cache.
+        stream: whether tokens are reported step by step or only once finished.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: list[int] = []
+    bad_words_ids: list[list[int]] = []
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_digest: bytes | None = None
+    mm_spans: list[tuple[int, int, bytes]] = []
+    prompt_embeds_hash: bytes | None = None
+    stream: bool = True
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the token that stands there first, then the likeliest.
+
+    `ids` and `values` (natural logarithm) have equal length; `rank` (from 1) is the first's.
+    """
+
+    ids: list[int]
+    values: list[float]
+    rank: int
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times of one request, `time.time()` seconds (0: not reached), and its counters."""
+
+    arrival_time: float = 0.0
+    scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    finished_time: float = 0.0
+    num_preemptions: int = 0
+
+
+class CoreOutput(msgspec.Struct, omit_defaults=True):
+    """News of one request after a step.
+
+    `finish_reason` is None while it runs, then one of stop, length, abort, error;
+    `stop_reason` the stop token's id, if one ended it (the front end fills in stop strings).
+    `error` says what went wrong when the reason is error.
+    """
+
+    request_id: str
+    new_token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+class CoreStats(msgspec.Struct):
+    """Gauges and counters of the engine core; counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+
+
+class CoreOutputs(msgspec.Struct):
+    """Everything a step (or a batch of them) has to report."""
+
+    outputs: list[CoreOutput]
+    stats: CoreStats
+
+
+@dataclass
+class Admission:
+    """A request enters a slot of the device tables (first time, or again after preemption).
+
+    Attributes:
+        slot: row of the device tables, `0 <= slot < max_num_seqs`.
+        token_ids: int32, all known tokens (prompt, then what was generated before preemption).
+        prompt_len: how many of them are the prompt.
+        num_computed: tokens whose KV the cache already holds.
+        block_ids: per KV group, the ids of the blocks that the request holds now.
+        params, seed, eos_token_ids, bad_words_ids: as in `CoreRequest`.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    prompt_len: int
+    num_computed: int
+    block_ids: list[list[int]]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: list[int]
+    bad_words_ids: list[list[int]]
+
+
+@dataclass
+class BlockUpdate:
+    """Entries that change in one KV group's block table: `table[slots, columns] = blocks` (int32 `[m]`)."""
+
+    slots: np.ndarray
+    columns: np.ndarray
+    blocks: np.ndarray
+
+
+@dataclass
+class StepPlan:
+    """One step of one replica: which requests get how many rows, and what changed since the last.
+
+    Attributes:
+        step_id: counts from 0.
+        admissions: requests that enter a slot with this step.
+        block_updates: per KV group, new table entries of requests already in a slot.
+        slots: int32 `[n]`, the requests of the step by slot.
+        num_rows: int32 `[n]`, rows (tokens computed) of each; >= 1.
+        start: int32 `[n]`, tokens computed before this step (host's upper bound).
+        samples: bool `[n]`, whether the request's last row yields a token.
+        prompt_logprobs: int32 `[n]`, -1 none, else how many top tokens each prompt row reports.
+    """
+
+    step_id: int
+    admissions: list[Admission]
+    block_updates: list[BlockUpdate]
+    slots: np.ndarray
+    num_rows: np.ndarray
+    start: np.ndarray
+    samples: np.ndarray
+    prompt_logprobs: np.ndarray | None = None
+
+    @property
+    def total_rows(self) -> int:
+        """Tokens computed by the step."""
+        return int(self.num_rows.sum())
+
+
+@dataclass
+class StepResult:
+    """What a step yielded, on the host.
+
+    Attributes:
+        tokens: int32 `[n, k + 1]`, sampled tokens of each request in plan order (k drafts; plain
+            decoding has one column); rows of requests that did not sample are arbitrary.
+        num_tokens: int32 `[n]`, how many leading entries of each row count (0: did not sample).
+        logprobs: per request in plan order, one entry per token, or None.
+        prompt_logprobs: per request in plan order, entries of the step's prompt rows, or None.
+    """
+
+    tokens: np.ndarray
+    num_tokens: np.ndarray
+    logprobs: list[list[TokenLogprobs] | None] | None = None
+    prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
+    extra: dict[str, float] = field(default_factory=dict)
