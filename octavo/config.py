@@ -1,0 +1,323 @@
+"""Every engine setting, once: typed, documented, validated.
+
+`LLM(...)`, the command line and the documentation are generated from `EngineConfig`; nothing else
+names a setting's default or help. A setting that this version cannot honour is listed with the
+values that it can (`only=`) and refused by name otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from octavo.errors import ConfigError
+
+Choice = typing.Literal
+
+
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 (argparse's own word)
+    *,
+    choices: tuple[Any, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    only: tuple[Any, ...] | None = None,
+    unit: str | None = None,
+    positional: bool = False,
+) -> Any:
+    """Declare one setting.
+
+    Args:
+        default: its value when the user gives none.
+        help: one or two sentences for `--help` and the documentation.
+        choices: the allowed values.
+        low, high: inclusive bounds of a number.
+        only: values that this version supports of a setting whose other values come later.
+        unit: "bytes" or "tokens": accepts suffixes (8k, 4GiB) on the command line and in strings.
+        positional: a positional argument of the command.
+    """
+    meta = dict(help=help, choices=choices, low=low, high=high, only=only, unit=unit, positional=positional)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class EngineConfig:
+    """Settings of one engine. Field names are vLLM's where vLLM has them."""
+
+    model: str | None = setting(
+        None,
+        "Folder in Hugging Face's layout, or GGUF file. Without one, the embedded default model that "
+        "`octavo pull` brings.",
+        positional=True,
+    )
+    tokenizer: str | None = setting(None, "Folder or GGUF file to read the tokenizer from, if not the model's.")
+    skip_tokenizer_init: bool = setting(False, "Work with token ids only: no tokenizer is loaded.")
+    trust_remote_code: bool = setting(
+        False, "Run a checkpoint's own Python code. No built-in family needs it.", only=(False,)
+    )
+    load_format: str = setting(
+        "auto",
+        "Where weights come from: by the files found, or `dummy` for random weights from the config alone.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    dtype: str = setting(
+        "auto",
+        "Type of weights and activations; auto takes the checkpoint's (float32 on a CPU that has no fast "
+        "bfloat16, and where float16 is slow).",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = setting(None, "Quantize weights while loading.", only=(None,))
+    kv_cache_dtype: str = setting("auto", "Type of the KV cache; auto is the model's.", only=("auto",))
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes the first visible GPU, else the CPU.")
+    seed: int = setting(0, "Seeds dummy weights and the requests that bring no seed of their own.")
+    max_model_len: int | str | None = setting(
+        None,
+        "Longest context, prompt and output together, in tokens; by default the model's own, `auto` (or -1) "
+        "the longest whose KV fits the cache.",
+        unit="tokens",
+    )
+    max_num_seqs: int = setting(256, "Most requests that run at once.", low=1, high=8192)
+    max_num_batched_tokens: int | None = setting(
+        None, "Most tokens computed in one step; by default 8192 on a GPU and 2048 on a CPU.", low=1, unit="tokens"
+    )
+    long_prefill_token_threshold: int = setting(
+        0, "Most tokens of one prompt in a step; 0: as many as the step's budget has room for.", low=0
+    )
+    enable_chunked_prefill: bool = setting(
+        True, "Prompts are computed in chunks beside decoding; always on.", only=(True,)
+    )
+    block_size: int = setting(16, "Tokens in one block of KV cache.", choices=(8, 16, 32, 64, 128))
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the GPU's memory that weights, activations and KV cache may take.", low=0.01, high=1.0
+    )
+    cpu_memory_utilization: float = setting(
+        0.3, "On a CPU, share of the memory that is free after loading that the KV cache may take.", low=0.001, high=0.95
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "Exact size of the KV cache, instead of a share of memory.", low=1, unit="bytes"
+    )
+    swap_space: float = setting(0, "GiB of host memory that preempted KV is swapped to.", only=(0,))
+    cpu_offload_gb: float = setting(0, "GiB of weights kept in host memory.", only=(0,))
+    enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal beginnings.")
+    prefix_caching_hash_algo: str = setting(
+        "sha256",
+        "How block keys are computed; sha256_cbor can be recomputed by programs in other languages.",
+        choices=("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+    )
+    scheduling_policy: str = setting(
+        "fcfs", "Order of waiting requests: by arrival, or by priority first.", choices=("fcfs", "priority")
+    )
+    async_scheduling: bool | None = setting(
+        None, "Schedule a step while the one before runs; by default on a GPU, where there is something to overlap."
+    )
+    enforce_eager: bool = setting(False, "Never record CUDA graphs. (This version records none and says so.)")
+    attention_backend: str = setting(
+        "auto", "Implementation of paged attention.", choices=("auto", "torch", "cpu", "triton")
+    )
+    num_threads: int | None = setting(None, "CPU threads of the model; by default the physical cores.", low=1)
+    tensor_parallel_size: int = setting(1, "Ranks that share each layer.", only=(1,))
+    pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
+    data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))
+    speculative_config: dict[str, Any] | str | None = setting(None, "Speculative decoding.", only=(None,))
+    speculative_model: str | None = setting(None, "Draft model.", only=(None,))
+    num_speculative_tokens: int | None = setting(None, "Tokens drafted per step.", only=(None,))
+    enable_lora: bool = setting(False, "Serve LoRA adapters.", only=(False,))
+    generation_config: str = setting(
+        "auto",
+        "Take default sampling settings from the model's generation_config.json (auto), or Octavo's own (none).",
+        choices=("auto", "none"),
+    )
+    chat_template: str | None = setting(None, "File with a Jinja chat template, or the template itself.")
+    max_logprobs: int = setting(20, "Most log-probabilities per token that a request may ask for; -1: no limit.", low=-1)
+    disable_log_stats: bool = setting(False, "Do not log throughput and cache use every few seconds.")
+    check_invariants: bool = setting(
+        False, "Check the scheduler's and the block pool's bookkeeping after every step (slow; for tests)."
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.max_model_len in ("auto", -1):
+            self.max_model_len = "auto"
+        elif self.max_model_len is not None and (not isinstance(self.max_model_len, int) or self.max_model_len < 2):
+            raise ConfigError(f"max_model_len={self.max_model_len!r} is not valid: give at least 2 tokens, or auto")
+        if self.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} is not known: give auto, cpu, cuda or cuda:N")
+
+
+def parse_amount(text: str, unit: str) -> int | str:
+    """`8k` → 8000 (`8K` → 8192) tokens, `4GiB` → bytes; `auto` stays. Raises ConfigError."""
+    if text.strip().lower() == "auto":
+        return "auto"
+    number = text.strip()
+    scale = 1.0
+    suffixes = {"k": 1e3, "m": 1e6, "g": 1e9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    if unit == "bytes":
+        suffixes |= {p + "iB": float(2 ** (10 * (i + 1))) for i, p in enumerate("KMGT")}
+        suffixes |= {p + "B": 1000.0 ** (i + 1) for i, p in enumerate("KMGT")}
+    for suffix in sorted(suffixes, key=len, reverse=True):
+        if number.endswith(suffix):
+            number, scale = number[: -len(suffix)], suffixes[suffix]
+            break
+    try:
+        value = float(number) * scale
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value != int(value):
+        raise ConfigError(f"{text!r} is not an amount of {unit}: write for example 4096, 8k or 4GiB")
+    return int(value)
+
+
+def validate(config: Any) -> None:
+    """Check every field of a settings dataclass against its declaration (types, bounds, choices).
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    hints = typing.get_type_hints(type(config))
+    for spec in fields(config):
+        value, meta = getattr(config, spec.name), spec.metadata
+        if meta["unit"] and isinstance(value, str):
+            value = parse_amount(value, meta["unit"])
+            setattr(config, spec.name, value)
+        if not _has_type(value, hints[spec.name]):
+            wanted = " or ".join(_type_name(t) for t in _members(hints[spec.name]))
+            raise ConfigError(f"{spec.name}={value!r} is not valid: give {wanted}")
+        if meta["choices"] and value not in meta["choices"]:
+            near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"{spec.name}={value!r} is not known: choose {_listing(meta['choices'])}{hint}")
+        if meta["only"] is not None and value not in meta["only"]:
+            kept = "leave it out" if meta["only"][0] is None else f"this version runs {_listing(meta['only'])}"
+            raise ConfigError(f"{spec.name}={value!r} is not supported by this version: {kept}")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            low, high = meta["low"], meta["high"]
+            if (low is not None and not value >= low) or (high is not None and not value <= high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ConfigError(f"{spec.name}={value!r} is out of range: give {bounds}")
+
+
+def make_config(cls: type, values: dict[str, Any]) -> Any:
+    """Build a settings dataclass from keyword arguments; unknown names are an error with the nearest known.
+
+    Raises:
+        ConfigError: an unknown setting or a bad value.
+    """
+    known = {spec.name for spec in fields(cls)}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f": did you mean {near[0]}?" if near else "; see `octavo serve --help` for the settings"
+            raise ConfigError(f"there is no setting {name}{hint}")
+    return cls(**values)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, cls: type, title: str, skip: tuple[str, ...] = ()) -> None:
+    """Add an option for every field of a settings dataclass (`--max-model-len`, `--[no-]flag` for booleans)."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(cls)
+    for spec in fields(cls):
+        if spec.name in skip:
+            continue
+        meta, members = spec.metadata, _members(hints[spec.name])
+        default = spec.default if spec.default is not MISSING else None
+        text = meta["help"].replace("%", "%%")
+        text += "" if default in (None, False) else f" Default: {default}."
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        if bool in members:
+            group.add_argument(_flag(spec.name), dest=spec.name, action=argparse.BooleanOptionalAction, **options)
+            continue
+        if meta["choices"]:
+            options["choices"] = meta["choices"]
+        options["type"] = _parser_of(members, meta["unit"])
+        if list in members:
+            options["nargs"] = "+"
+        if meta["positional"]:
+            options["default"] = None
+            parser.add_argument(spec.name, nargs="?", **options)
+            group.add_argument(_flag(spec.name), dest=f"{spec.name}_option", metavar="MODEL", default=None,
+                               help=f"The same as the positional {spec.name}.")  # fmt: skip
+        else:
+            metavar = None if meta["choices"] else _metavar(members, meta["unit"])
+            group.add_argument(_flag(spec.name), dest=spec.name, metavar=metavar, **options)
+
+
+def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> Any:
+    """The settings that a parsed command line holds; `defaults` fill what it leaves out.
+
+    Raises:
+        ConfigError: a bad value.
+    """
+    values = dict(defaults)
+    for spec in fields(cls):
+        given = getattr(args, spec.name, None)
+        if spec.metadata["positional"]:
+            other = getattr(args, f"{spec.name}_option", None)
+            if given is not None and other is not None and given != other:
+                raise ConfigError(f"{spec.name} is named twice, as {given!r} and as {other!r}: leave one out")
+            given = given if given is not None else other
+        if given is not None:
+            values[spec.name] = given
+    return cls(**values)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(m for part in typing.get_args(hint) for m in _members(part))
+    return (typing.get_origin(hint) or hint,)
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    members = _members(hint)
+    if isinstance(value, bool):
+        return bool in members
+    if isinstance(value, int) and float in members:
+        return True
+    return isinstance(value, members)
+
+
+def _type_name(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", dict: "a dictionary",
+             list: "a list", type(None): "None"}  # fmt: skip
+    return names.get(kind, str(kind))
+
+
+def _listing(values: tuple[Any, ...]) -> str:
+    texts = [str(v) for v in values]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(members: tuple[Any, ...], unit: str | None) -> str:
+    if unit:
+        return unit.upper()
+    return "JSON" if dict in members else "N" if (int in members or float in members) else "TEXT"
+
+
+def _parser_of(members: tuple[Any, ...], unit: str | None) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            if unit:
+                return parse_amount(text, unit)
+            if dict in members:
+                return json.loads(text)
+            if list in members or (str in members and int not in members):
+                return text
+            if float in members:
+                return float(text)
+            return int(text)
+        except (ConfigError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
