@@ -1,0 +1,63 @@
+"""Octavo: an inference engine for open-weight language models.
+
+The names below are imported when first used, so that `import octavo` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from octavo.version import __version__
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.engine.async_llm import AsyncLLM
+    from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError, RequestError
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+_HOME = {
+    "AsyncLLM": "octavo.engine.async_llm",
+    "CompletionOutput": "octavo.outputs",
+    "ConfigError": "octavo.errors",
+    "EngineConfig": "octavo.config",
+    "EngineDeadError": "octavo.errors",
+    "LLM": "octavo.llm",
+    "ModelError": "octavo.errors",
+    "OctavoError": "octavo.errors",
+    "RequestError": "octavo.errors",
+    "RequestOutput": "octavo.outputs",
+    "RequestOutputKind": "octavo.sampling_params",
+    "SamplingParams": "octavo.sampling_params",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "ModelError",
+    "OctavoError",
+    "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

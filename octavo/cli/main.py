@@ -1,0 +1,110 @@
+"""The `octavo` command: finds the subcommand, imports only that one, and turns errors into exit codes.
+
+A command is a module `octavo.cli.<name>` (`-` written `_`) with
+
+    SUMMARY: str                                    one line for `octavo --help`
+    add_arguments(parser: ArgumentParser) -> None   declares its options
+    run(args: Namespace) -> int                     does the work, returns the exit code
+
+Its top level must stay light: `octavo --help` imports all of them. Heavy imports belong in `run`.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage, setting or request; 130 interrupted; 141 the reader of
+standard output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, cast
+
+from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.version import __version__
+
+COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "pull", "env")
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+
+
+class Command(Protocol):
+    """What `main` asks of a command's module."""
+
+    SUMMARY: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line. Options cannot be abbreviated, so that new ones break no script."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def load_command(name: str) -> Command:
+    """Import the module of a command."""
+    return cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
+
+
+def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of the command line with the subcommands `names`."""
+    parser = Parser(
+        prog="octavo",
+        description="Serve open-weight language models, offline and over the OpenAI API.",
+        epilog="`octavo COMMAND --help` tells a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    for name in names:
+        module = load_command(name)
+        command = subparsers.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default the process's) and return its exit code.
+
+    `OCTAVO_DEBUG=1` shows the traceback of errors that are otherwise one line.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    names = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
+    try:
+        args = build_parser(names).parse_args(argv)
+        code = int(args.run(args) or 0)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if _stdout_is_open():
+            raise
+        return EXIT_BROKEN_PIPE
+    except OctavoError as error:
+        if os.environ.get("OCTAVO_DEBUG") == "1":
+            raise
+        print(f"octavo: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, (ConfigError, RequestError)) else EXIT_FAILED
+
+
+def _stdout_is_open() -> bool:
+    """Whether standard output still has a reader; if not, the interpreter's last flush is silenced."""
+    try:
+        sys.stdout.flush()
+        return True
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
