@@ -11,7 +11,8 @@ class RopeConfig:
     """Rotary position embedding: base frequency and scaling, as Hugging Face's `rope_parameters`.
 
     `kind` is one of default, linear, llama3, yarn, dynamic, longrope; `params` holds that kind's
-    own numbers under Hugging Face's names (factor, low_freq_factor, beta_fast, attention_factor, …).
+    own numbers under Hugging Face's names (factor, low_freq_factor, beta_fast, attention_factor, …);
+    for every kind but default and linear, `original_max_position_embeddings` is always among them.
     `dim` is the rotated part of a head.
     """
 
@@ -26,7 +27,8 @@ class ModelConfig:
     """What a family file needs to build a decoder. Sizes in elements, nothing about placement.
 
     `architecture` is the Hugging Face class name (`LlamaForCausalLM`); `dtype` the checkpoint's own
-    ("float32", "bfloat16", "float16"). `extra` keeps the raw config for families with more to read.
+    ("float32", "bfloat16", "float16"). `sliding_window` is set only where it narrows what a layer
+    sees. `extra` keeps the raw config for families with more to read.
     """
 
     architecture: str
@@ -51,3 +53,53 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def context_length(self) -> int:
+        """Longest context in tokens that the positions reach, scaling included.
+
+        `max_position_embeddings` states the scaled length for llama3 and longrope, and the length
+        before scaling for linear and dynamic; yarn has both numbers and `factor` between them (the
+        rule that vLLM follows).
+        """
+        factor = float(self.rope.params.get("factor", 1.0))
+        if self.rope.kind in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * factor)
+        if self.rope.kind == "yarn":
+            original = int(self.rope.params["original_max_position_embeddings"])
+            return max(self.max_position_embeddings, int(original * factor))
+        return self.max_position_embeddings
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight of a dense decoder, under Hugging Face's names.
+
+    A tied model has no `lm_head.weight`: its output matrix is `model.embed_tokens.weight`.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (q, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q, config.attention_out_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, size in norms.items():
+            shapes[f"{prefix}{name}.weight"] = (size,)
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes

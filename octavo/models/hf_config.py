@@ -1,0 +1,246 @@
+"""config.json and generation_config.json, as Hugging Face writes them, read into the normal form.
+
+Transformers 5 writes `rope_parameters` (which holds `rope_theta`) and `dtype`; older versions wrote
+`rope_theta`, `rope_scaling` (with `type` or `rope_type`) and `torch_dtype`. Both are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ModelError
+from octavo.models.config import ModelConfig, RopeConfig
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+_ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What an architecture fixes that its config.json leaves unsaid."""
+
+    default_theta: float = 10000.0
+    qk_norm: bool = False
+    head_dim: int | None = None
+    biases: Callable[[dict[str, Any]], tuple[bool, bool, bool]] = lambda raw: (False, False, False)
+    """From the raw config: biases of q, k, v; of the attention's output; of the MLP."""
+    window: Callable[[dict[str, Any]], int | None] = lambda raw: None
+
+
+def _llama_biases(raw: dict[str, Any]) -> tuple[bool, bool, bool]:
+    attention = bool(raw.get("attention_bias", False))
+    return attention, attention, bool(raw.get("mlp_bias", False))
+
+
+def _qwen3_biases(raw: dict[str, Any]) -> tuple[bool, bool, bool]:
+    attention = bool(raw.get("attention_bias", False))
+    return attention, attention, False
+
+
+def _qwen_window(raw: dict[str, Any]) -> int | None:
+    """Qwen slides only under `use_sliding_window`, and only in layers from `max_window_layers` on."""
+    if not raw.get("use_sliding_window", False):
+        return None
+    types = raw.get("layer_types")
+    slides = (
+        "sliding_attention" in types
+        if types
+        else int(raw.get("max_window_layers", 28)) < int(raw.get("num_hidden_layers", 32))
+    )
+    return raw.get("sliding_window", 4096) if slides else None
+
+
+FAMILIES: dict[str, _Family] = {
+    "LlamaForCausalLM": _Family(biases=_llama_biases),
+    "MistralForCausalLM": _Family(window=lambda raw: raw.get("sliding_window", 4096)),
+    "Qwen2ForCausalLM": _Family(biases=lambda raw: (True, False, False), window=_qwen_window),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, biases=_qwen3_biases, window=_qwen_window),
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ModelError: unreadable, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}): give a complete model folder") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON ({error}): fetch the file again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds {type(value).__name__}, not a JSON object: fetch the file again")
+    return value
+
+
+def model_config_from_folder(folder: Path) -> ModelConfig:
+    """Read `config.json`, and the EOS ids of `generation_config.json`, of a checkpoint folder.
+
+    Raises:
+        ModelError: missing or malformed file, unknown architecture or rope, quantized checkpoint.
+    """
+    path = folder / "config.json"
+    generation = folder / "generation_config.json"
+    return model_config_from_dict(
+        read_json(path), read_json(generation) if generation.exists() else {}, where=str(path)
+    )
+
+
+def model_config_from_dict(
+    raw: dict[str, Any], generation: dict[str, Any] | None = None, where: str = "config.json"
+) -> ModelConfig:
+    """The normal form of a raw config; `where` names its origin in error messages.
+
+    Raises:
+        ModelError: as `model_config_from_folder`.
+    """
+    architectures = raw.get("architectures") or []
+    name = next((a for a in architectures if a in FAMILIES), None)
+    if name is None:
+        shown = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
+        raise ModelError(
+            f"{where}: architecture {shown} is not supported: use a checkpoint of {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: checkpoints quantized by {method!r} are not supported by this version: "
+            "use the unquantized checkpoint or a GGUF file"
+        )
+    heads = _size(raw, "num_attention_heads", where)
+    hidden = _size(raw, "hidden_size", where)
+    kv_heads = heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads", where)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{where}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}: "
+            "the file is corrupt, fetch it again"
+        )
+    head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
+    positions = _size(raw, "max_position_embeddings", where)
+    rope = _rope(raw, family, int(head_dim), positions, where)
+    attention_bias, out_bias, mlp_bias = family.biases(raw)
+    config = ModelConfig(
+        architecture=name,
+        vocab_size=_size(raw, "vocab_size", where),
+        hidden_size=hidden,
+        intermediate_size=_size(raw, "intermediate_size", where),
+        num_layers=_size(raw, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(head_dim),
+        max_position_embeddings=positions,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        dtype=_dtype(raw, where),
+        hidden_act=raw.get("hidden_act", "silu"),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=attention_bias,
+        attention_out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm,
+        bos_token_id=_first_id(raw.get("bos_token_id")),
+        eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        extra=raw,
+    )
+    window = family.window(raw)
+    if window is not None and int(window) < config.context_length:
+        config = replace(config, sliding_window=int(window))
+    return config
+
+
+def _size(raw: dict[str, Any], key: str, where: str) -> int:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where}: {key}={value!r} is not a positive integer: fetch the file again")
+    return value
+
+
+def _dtype(raw: dict[str, Any], where: str) -> str:
+    value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    value = str(value).removeprefix("torch.")
+    if value not in ("float32", "bfloat16", "float16"):
+        raise ModelError(
+            f"{where}: dtype {value!r} is not supported: use a float32, bfloat16 or float16 checkpoint"
+        )
+    return value
+
+
+def _rope(raw: dict[str, Any], family: _Family, head_dim: int, positions: int, where: str) -> RopeConfig:
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
+        raise ModelError(
+            f"{where}: rope_parameters per layer type are not supported: "
+            "use a checkpoint with one set for all layers"
+        )
+    params = {k: v for k, v in given.items() if v is not None}
+    kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
+    params.pop("type", None)
+    kind = _ROPE_ALIASES.get(kind, kind)
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"{where}: rope type {kind!r} is not supported: use one of {', '.join(ROPE_KINDS)}")
+    missing = [key for key in _ROPE_NEEDS.get(kind, ()) if key not in params]
+    if missing:
+        raise ModelError(f"{where}: rope type {kind!r} lacks {', '.join(missing)}: fetch the file again")
+    theta = params.pop("rope_theta", None) or raw.get("rope_theta") or family.default_theta
+    partial = params.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
+    if kind in ("default", "linear"):
+        params.pop("original_max_position_embeddings", None)
+    elif raw.get("original_max_position_embeddings") is not None:  # Phi-3 keeps it outside; it wins
+        params["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    else:
+        params.setdefault("original_max_position_embeddings", positions)
+    if kind == "default":
+        params = {}
+    return RopeConfig(theta=float(theta), dim=int(head_dim * float(partial)), kind=kind, params=params)
+
+
+def _first_id(value: Any) -> int | None:
+    ids = _ids(value)
+    return ids[0] if ids else None
+
+
+def _ids(*values: Any) -> tuple[int, ...]:
+    out: dict[int, None] = {}
+    for value in values:
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int) and not isinstance(token, bool):
+                out[token] = None
+    return tuple(out)
+
+
+def generation_config_from_folder(folder: Path) -> dict[str, float | int]:
+    """Default sampling settings that `generation_config.json` states, or {}.
+
+    Keys among `SAMPLING_KEYS`, under the names of `SamplingParams`.
+
+    Raises:
+        ModelError: malformed file or a setting that is not a number.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    raw = read_json(path)
+    out: dict[str, float | int] = {}
+    for key in SAMPLING_KEYS:
+        value = raw.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{path}: {key}={value!r} is not a number: correct it or remove it")
+        out[key] = value
+    return out
