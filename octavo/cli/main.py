@@ -54,8 +54,8 @@ def load_command(name: str) -> Command:
     return cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
 
 
-def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of the command line with the subcommands `names`."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line: `command` with its options, or all commands by name and summary."""
     parser = Parser(
         prog="octavo",
         description="Serve open-weight language models, offline and over the OpenAI API.",
@@ -63,11 +63,12 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for name in names:
+    for name in COMMANDS if command is None else (command,):
         module = load_command(name)
-        command = subparsers.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        subparser = subparsers.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
+        if command is not None:
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
     return parser
 
 
@@ -77,9 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     `OCTAVO_DEBUG=1` shows the traceback of errors that are otherwise one line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    names = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
+    command = argv[0] if argv and argv[0] in COMMANDS else None
     try:
-        args = build_parser(names).parse_args(argv)
+        parser = build_parser(command)
+        args = parser.parse_args(argv)
+        if command is None:  # options stand before the command
+            parser.error(f"options of {args.command} go after it")
         code = int(args.run(args) or 0)
         sys.stdout.flush()
         return code

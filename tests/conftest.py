@@ -1,0 +1,40 @@
+"""What all tests share: the default model, GPU tests skipped without a GPU, the suite's time budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+BUDGET_S = 12 * 60
+_started = time.monotonic()
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The embedded default model's GGUF file, brought once if it isn't there."""
+    from octavo.models.pull import pull_default
+
+    return Path(pull_default(progress=False))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config) -> None:
+    seconds = time.monotonic() - _started
+    slow = config.option.markexpr == "slow"
+    if seconds > BUDGET_S and not slow and "PYTEST_XDIST_WORKER" not in os.environ:
+        terminalreporter.write_line(
+            f"the suite took {seconds:.0f} s, over its budget of {BUDGET_S} s: mark the slowest tests slow",
+            yellow=True,
+        )
