@@ -1,0 +1,125 @@
+"""The engine core: scheduler and executor in one loop. Knows requests and tokens, no text, no tensor."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterable
+
+from octavo.config import EngineConfig
+from octavo.engine.executor import Executor, ModelFacts, PendingStep, UniprocExecutor
+from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
+from octavo.errors import EngineDeadError
+from octavo.kv.keys import BlockHasher
+from octavo.kv.manager import KVManager
+from octavo.messages import CoreOutput, CoreRequest, CoreStats
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Owns one replica's scheduler and executor and advances them step by step.
+
+    With overlap, step n + 1 is scheduled and launched before step n's tokens are read; without it
+    (nothing to overlap on a CPU) the loop is the same with an empty queue in between.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None):
+        self.config = config
+        self.executor = executor or UniprocExecutor(config)
+        facts = self.facts
+        hasher = None
+        if config.enable_prefix_caching:
+            hasher = BlockHasher(config.prefix_caching_hash_algo, facts.cache_root, config.block_size)
+        self.kv = KVManager(facts.groups, facts.num_blocks, hasher)
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=facts.max_num_batched_tokens,
+                max_model_len=facts.max_model_len,
+                vocab_size=facts.vocab_size,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                use_priority=config.scheduling_policy == "priority",
+            ),
+            self.kv,
+        )
+        overlap = facts.overlap if config.async_scheduling is None else config.async_scheduling
+        self._depth = 1 if overlap else 0
+        self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep]] = collections.deque()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the workers found."""
+        return self.executor.facts
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
+        """End requests at once; their blocks are free when this returns."""
+        outputs = self.scheduler.abort(request_ids)
+        self._check()
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return self.scheduler.has_requests or bool(self._in_flight)
+
+    def step(self) -> list[CoreOutput]:
+        """Launch the next step, then take in the oldest one if the queue is full or nothing was launched.
+
+        A step that fails ends its own requests with an error; the engine goes on.
+
+        Raises:
+            EngineDeadError: the device can run no further step.
+        """
+        step = self.scheduler.schedule()
+        if step is not None:
+            try:
+                self._in_flight.append((step, self.executor.execute(step.plan)))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                return self._fail(step, error)
+        outputs: list[CoreOutput] = []
+        if self._in_flight and (step is None or len(self._in_flight) > self._depth):
+            oldest, pending = self._in_flight.popleft()
+            try:
+                result = pending.wait()
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                return self._fail(oldest, error)
+            outputs = self.scheduler.update(oldest, result)
+        self._check()
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks (those in use stay with their requests)."""
+        self.kv.pool.reset_cache()
+
+    def stats(self) -> CoreStats:
+        """Gauges and counters now."""
+        return self.scheduler.current_stats()
+
+    def close(self) -> None:
+        """Free the workers."""
+        self._in_flight.clear()
+        self.executor.close()
+
+    def _fail(self, step: ScheduledStep, error: Exception) -> list[CoreOutput]:
+        logger.error("step %d failed: %s", step.plan.step_id, error, exc_info=error)
+        # Later steps in flight were computed on the failed one's results.
+        failed = [step, *(later for later, _ in self._in_flight if later.plan.step_id > step.plan.step_id)]
+        self._in_flight = collections.deque(
+            entry for entry in self._in_flight if entry[0].plan.step_id < step.plan.step_id
+        )
+        outputs = self.scheduler.fail(failed, f"{type(error).__name__}: {error}".splitlines()[0])
+        self._check()
+        return outputs
+
+    def _check(self) -> None:
+        if self.config.check_invariants:
+            self.scheduler.check()

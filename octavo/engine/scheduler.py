@@ -1,0 +1,486 @@
+"""The scheduler: one rule decides which tokens are computed next.
+
+A request has `num_tokens` (known, or being sampled by a step in flight) and `num_computed`. A step
+gives requests some of the difference, under a budget. A prompt's chunk, the next token of a
+running request and a recompute after preemption are the same thing: rows of one ragged batch.
+
+State is arrays indexed by slot; a step touches only what changes. The scheduler runs ahead of the
+device: `schedule` may be called again before `update` brought the last step's tokens, which count
+as known from the moment their sampling is scheduled.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.engine.request import Request, extras_of
+from octavo.kv.manager import KVManager
+from octavo.messages import Admission, BlockUpdate, CoreOutput, CoreRequest, CoreStats, StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Bounds of one step and of the running set (see the settings of the same names)."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    long_prefill_token_threshold: int = 0
+    use_priority: bool = False
+
+
+@dataclass
+class ScheduledStep:
+    """A plan and what `update` needs to recognise requests that left their slot meanwhile."""
+
+    plan: StepPlan
+    epochs: np.ndarray
+
+
+class Scheduler:
+    """Owns the waiting queue, the slots and their state; decides steps and digests their results.
+
+    Invariants (see `check`): a request is waiting, or in exactly one slot, or done; a slot's rows
+    scheduled never exceed its known tokens; tables hold every scheduled token; a token that was
+    reported never changes.
+    """
+
+    def __init__(self, limits: SchedulerLimits, kv: KVManager):
+        self.limits = limits
+        self.kv = kv
+        slots = limits.max_num_seqs
+        self._num_tokens = np.zeros(slots, np.int32)  # known or being sampled
+        self._num_known = np.zeros(slots, np.int32)
+        self._num_computed = np.zeros(slots, np.int32)  # scheduled
+        self._num_registered = np.zeros(slots, np.int32)  # blocks offered to the prefix cache
+        self._capacity = np.zeros(slots, np.int32)  # tokens that the block table holds
+        self._prompt_len = np.zeros(slots, np.int32)
+        self._max_total = np.zeros(slots, np.int32)
+        self._last_step = np.zeros(slots, np.int64)
+        self._epoch = np.zeros(slots, np.int64)  # grows when a slot changes hands
+        self._streams = np.zeros(slots, bool)
+        self._wants_prompt_logprobs = np.zeros(slots, bool)
+        self._tokens = np.zeros((slots, limits.max_model_len), np.int32)
+        self._stop_uses = np.zeros(limits.vocab_size, np.int32)  # requests in slots that a token ends
+        self._by_slot: list[Request | None] = [None] * slots
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._running = np.zeros(0, np.int64)  # slots, in the requests' order
+        self._orders: list[tuple[int, int]] = []  # of the requests in `_running`
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+        self._step = 0
+        self._num_waiting = 0
+        self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
+        # New requests leave a little room, so that running ones need not be preempted at once.
+        self._watermark = max(1, kv.pool.num_blocks // 100)
+
+    # ---- requests come and go -------------------------------------------------------------------
+
+    def add(self, core: CoreRequest) -> None:
+        """Queue a request. The front end has checked it; ids of live requests must differ."""
+        if core.request_id in self._requests:
+            raise ValueError(f"request_id {core.request_id!r} is in use")
+        order = (core.priority if self.limits.use_priority else 0, next(self._arrivals))
+        stop_ids = frozenset(core.eos_token_ids) | frozenset(core.params.stop_token_ids or ())
+        request = Request(
+            core=core,
+            order=order,
+            token_ids=np.asarray(core.prompt_token_ids, np.int32),
+            seq=self.kv.new_sequence(extras_of(core)),
+            stop_ids=frozenset(t for t in stop_ids if t < self.limits.vocab_size),
+        )
+        request.metrics.arrival_time = core.arrival_time
+        self._requests[core.request_id] = request
+        self._enqueue(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
+        """End requests now and free all they hold; unknown ids (already ended) are ignored."""
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                outputs.append(self._finish(request, "abort"))
+        return outputs
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
+
+    def current_stats(self) -> CoreStats:
+        """Gauges now, counters since start (a copy)."""
+        pool = self.kv.pool
+        self.stats.num_running = len(self._running)
+        self.stats.num_waiting = self._num_waiting
+        self.stats.kv_blocks_used = pool.num_used
+        self.stats.kv_cache_usage = pool.num_used / pool.num_blocks
+        return CoreStats(*(getattr(self.stats, name) for name in CoreStats.__struct_fields__))
+
+    # ---- scheduling -----------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Decide the next step, or None when no request has rows to compute.
+
+        Requests that need one row come first and always get it; prompts share what is left of the
+        budget. While others wait, prompts under way get half of it, so that a long prompt cannot
+        hold back a short one behind it.
+        """
+        run = self._running
+        need = self._num_tokens[run] - self._num_computed[run]
+        need[self._num_tokens[run] >= self._max_total[run]] = 0  # the last token is being sampled
+        budget = self.limits.max_num_batched_tokens
+        short = np.flatnonzero(need == 1)
+        long = np.flatnonzero(need > 1)
+        room = budget - 1 if (len(long) or self._num_waiting) and budget > 1 else budget
+        if len(short) > room:  # more than fit: those served longest ago
+            stale = np.argsort(self._last_step[run[short]], kind="stable")[:room]
+            short = np.sort(short[stale])
+        rows = np.zeros(len(run), np.int32)
+        rows[short] = 1
+        budget -= len(short)
+        share = max(1, budget // 2) if self._num_waiting and self._free_slots else budget
+        budget -= self._give(rows, need, long, min(share, budget))
+
+        updates: list[list[tuple[int, int, int]]] = [[] for _ in self.kv.groups]
+        preempted = self._make_room(run, rows, updates)
+        if preempted:
+            kept = np.isin(run, self._running)
+            budget = self.limits.max_num_batched_tokens - int(rows[kept].sum())
+            run, rows, need, long = run[kept], rows[kept], need[kept], np.flatnonzero(need[kept] > 1)
+        admitted = [] if preempted else self._admit(budget)
+        budget -= sum(count for _, count in admitted)
+        self._give(rows, need, long, budget)
+        return self._plan(run, rows, admitted, updates)
+
+    def _give(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
+        """Add rows to the prompts at indexes `long`, in order; returns how many were given."""
+        given, most = 0, self.limits.long_prefill_token_threshold or self.limits.max_model_len
+        for i in long:
+            if given >= budget:
+                break
+            count = min(int(need[i]) - int(rows[i]), budget - given, most - int(rows[i]))
+            rows[i] += count
+            given += count
+        return given
+
+    def _make_room(self, run: np.ndarray, rows: np.ndarray, updates: list[list[tuple[int, int, int]]]) -> bool:
+        """Give every scheduled row a block, preempting from the end of the order where none is free."""
+        short_of = np.flatnonzero(self._num_computed[run] + rows > self._capacity[run])
+        preempted = False
+        for i in short_of:
+            slot = int(run[i])
+            request = self._by_slot[slot]
+            while request is not None:
+                first = len(request.seq.tables[0])
+                new = self.kv.grow(request.seq, int(self._num_computed[slot] + rows[i]))
+                if new is not None:
+                    for changes, blocks in zip(updates, new, strict=True):
+                        changes.extend((slot, first + j, block) for j, block in enumerate(blocks))
+                    self._capacity[slot] = len(request.seq.tables[0]) * self.kv.block_size
+                    break
+                victim = self._by_slot[int(self._running[-1])]
+                assert victim is not None
+                self._preempt(victim)
+                preempted = True
+                request = self._by_slot[slot]  # None if it was itself the last
+        if preempted:
+            for group, changes in enumerate(updates):
+                updates[group] = [change for change in changes if self._by_slot[change[0]] is not None]
+        return preempted
+
+    def _admit(self, budget: int) -> list[tuple[Admission, int]]:
+        """Move waiting requests into slots, in order, while slots, blocks and budget last."""
+        admitted: list[tuple[Admission, int]] = []
+        most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
+        while budget > 0 and self._free_slots and self._num_waiting:
+            request = self._peek_waiting()
+            known = len(request.token_ids)
+            found = (
+                [[] for _ in self.kv.groups]
+                if request.wants_prompt_logprobs
+                else self.kv.find_prefix(request.seq, request.token_ids)
+            )
+            cached = len(found[0]) * self.kv.block_size
+            fresh = (self.kv.blocks_for(known) - len(found[0])) * len(self.kv.groups)
+            spare = self._watermark if len(self._running) or admitted else 0
+            if fresh + spare > self.kv.num_free_after(found):
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            self.kv.adopt(request.seq, found)
+            self.kv.grow(request.seq, known)
+            if request.num_cached < 0:  # a recompute after preemption is no hit
+                request.num_cached = cached
+                request.metrics.scheduled_time = time.time()
+                if not request.wants_prompt_logprobs and self.kv.hasher is not None:
+                    self.stats.prefix_cache_queries += known
+                    self.stats.prefix_cache_hits += cached
+            count = min(known - cached, budget, most)
+            admitted.append((self._enter_slot(request, cached), count))
+            budget -= count
+        return admitted
+
+    def _plan(
+        self,
+        run: np.ndarray,
+        rows: np.ndarray,
+        admitted: list[tuple[Admission, int]],
+        updates: list[list[tuple[int, int, int]]],
+    ) -> ScheduledStep | None:
+        chosen = np.flatnonzero(rows)
+        slots = np.concatenate([run[chosen], [a.slot for a, _ in admitted]]).astype(np.int64)
+        if not len(slots):
+            return None
+        counts = np.concatenate([rows[chosen], [count for _, count in admitted]]).astype(np.int32)
+        if (counts[:-1] > counts[1:]).any():  # one-row requests first: attention treats them apart
+            first = np.argsort(counts > 1, kind="stable")
+            slots, counts = slots[first], counts[first]
+        start = self._num_computed[slots]
+        self._num_computed[slots] += counts
+        samples = self._num_computed[slots] == self._num_tokens[slots]
+        self._num_tokens[slots] += samples
+        self._last_step[slots] = self._step
+        plan = StepPlan(
+            step_id=self._step,
+            admissions=[admission for admission, _ in admitted],
+            block_updates=[BlockUpdate(*np.array(c, np.int32).reshape(-1, 3).T) for c in updates],
+            slots=slots.astype(np.int32),
+            num_rows=counts,
+            start=start,
+            samples=samples,
+            prompt_logprobs=self._prompt_logprobs(slots),
+        )
+        self._register(slots, self._step)
+        self._step += 1
+        self.stats.num_steps += 1
+        return ScheduledStep(plan, self._epoch[slots])
+
+    def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
+        wanted = np.full(len(slots), -1, np.int32)
+        for i in np.flatnonzero(self._wants_prompt_logprobs[slots]):
+            request = self._by_slot[int(slots[i])]
+            assert request is not None and request.core.params.prompt_logprobs is not None
+            top = request.core.params.prompt_logprobs
+            wanted[i] = self.limits.vocab_size if top == -1 else top
+        return wanted if (wanted >= 0).any() else None
+
+    # ---- results --------------------------------------------------------------------------------
+
+    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
+        """Take in a step's tokens: append, end what is finished, free, register full blocks."""
+        plan = step.plan
+        now = time.time()
+        live = self._epoch[plan.slots] == step.epochs
+        if result.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(plan, live, result)
+        outputs: list[CoreOutput] = []
+        sampled = live & plan.samples
+        for column in range(result.tokens.shape[1]):
+            rows = np.flatnonzero(sampled & (result.num_tokens > column))
+            rows = rows[self._epoch[plan.slots[rows]] == step.epochs[rows]]  # ended by an earlier column
+            outputs += self._append(plan.slots[rows], result.tokens[rows, column], rows, column, result, now)
+        self._register(plan.slots[live & (self._epoch[plan.slots] == step.epochs)], plan.step_id)
+        self.kv.complete(plan.step_id)
+        return outputs
+
+    def _append(
+        self, slots: np.ndarray, tokens: np.ndarray, rows: np.ndarray, column: int, result: StepResult, now: float
+    ) -> list[CoreOutput]:
+        known = self._num_known[slots]
+        self._tokens[slots, known] = tokens
+        self._num_known[slots] = known + 1
+        self.stats.generation_tokens += len(slots)
+        if result.logprobs is not None:
+            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+                entries = result.logprobs[row]
+                if entries is not None:
+                    self._at(slot).logprobs.append(entries[column])
+        for slot in slots[known == self._prompt_len[slots]].tolist():
+            self._at(slot).metrics.first_token_time = now
+            self.stats.prompt_tokens += int(self._prompt_len[slot])
+        ends = (known + 1 >= self._max_total[slots]) | (self._stop_uses[tokens] > 0)
+        outputs = []
+        for i in np.flatnonzero(ends | self._streams[slots]).tolist():
+            request, token = self._at(int(slots[i])), int(tokens[i])
+            made = int(known[i]) + 1 - request.prompt_len
+            if token in request.stop_ids and made >= request.core.params.min_tokens:
+                outputs.append(self._finish(request, "stop", None if token in request.core.eos_token_ids else token))
+            elif known[i] + 1 >= self._max_total[slots[i]]:
+                outputs.append(self._finish(request, "length"))
+            elif request.core.stream:
+                outputs.append(self._report(request))
+        return outputs
+
+    def fail(self, steps: list[ScheduledStep], message: str) -> list[CoreOutput]:
+        """Steps could not be computed: end their requests, take back the keys they registered."""
+        self.kv.roll_back(min(step.plan.step_id for step in steps))
+        outputs = []
+        for step in steps:
+            live = self._epoch[step.plan.slots] == step.epochs
+            for slot in step.plan.slots[live].tolist():
+                request = self._by_slot[slot]
+                if request is not None:
+                    outputs.append(self._finish(request, "error", error=message))
+        return outputs
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, live: np.ndarray, result: StepResult) -> None:
+        assert result.prompt_logprobs is not None
+        for i, entries in enumerate(result.prompt_logprobs):
+            if entries is not None and live[i]:
+                request = self._at(int(plan.slots[i]))
+                if not request.prompt_logprobs:
+                    request.prompt_logprobs.append(None)  # nothing precedes the first token
+                request.prompt_logprobs.extend(entries)
+                self._wants_prompt_logprobs[request.slot] = request.wants_prompt_logprobs
+
+    def _register(self, slots: np.ndarray, step: int) -> None:
+        ready = np.minimum(self._num_computed[slots], self._num_known[slots])
+        for i in np.flatnonzero(ready // self.kv.block_size > self._num_registered[slots]).tolist():
+            slot = int(slots[i])
+            request = self._at(slot)
+            self.kv.register(request.seq, self._tokens[slot], int(ready[i]), step)
+            self._num_registered[slot] = int(ready[i]) // self.kv.block_size
+
+    # ---- moving requests ------------------------------------------------------------------------
+
+    def _at(self, slot: int) -> Request:
+        request = self._by_slot[slot]
+        assert request is not None
+        return request
+
+    def _enqueue(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.order, request))
+        self._num_waiting += 1
+
+    def _peek_waiting(self) -> Request:
+        while self._waiting[0][1].done:  # aborted while it waited
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1]
+
+    def _enter_slot(self, request: Request, computed: int) -> Admission:
+        slot = request.slot = self._free_slots.pop()
+        tokens, core = request.token_ids, request.core
+        self._by_slot[slot] = request
+        self._tokens[slot, : len(tokens)] = tokens
+        self._num_tokens[slot] = self._num_known[slot] = len(tokens)
+        self._num_computed[slot] = computed
+        self._num_registered[slot] = computed // self.kv.block_size
+        self._capacity[slot] = len(request.seq.tables[0]) * self.kv.block_size
+        self._prompt_len[slot] = request.prompt_len
+        self._max_total[slot] = request.max_total
+        self._streams[slot] = core.stream
+        self._wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
+        for token in request.stop_ids:
+            self._stop_uses[token] += 1
+        place = bisect.bisect(self._orders, request.order)
+        self._orders.insert(place, request.order)
+        self._running = np.insert(self._running, place, slot)
+        return Admission(
+            slot=slot,
+            token_ids=tokens,
+            prompt_len=request.prompt_len,
+            num_computed=computed,
+            block_ids=[list(table) for table in request.seq.tables],
+            params=core.params,
+            seed=core.seed,
+            eos_token_ids=core.eos_token_ids,
+            bad_words_ids=core.bad_words_ids,
+        )
+
+    def _leave_slot(self, request: Request) -> None:
+        slot = request.slot
+        request.token_ids = self._tokens[slot, : self._num_known[slot]].copy()
+        self._epoch[slot] += 1
+        self._by_slot[slot] = None
+        self._free_slots.append(slot)
+        for token in request.stop_ids:
+            self._stop_uses[token] -= 1
+        place = bisect.bisect_left(self._orders, request.order)
+        del self._orders[place]
+        self._running = np.delete(self._running, place)
+        self.kv.free(request.seq)
+        request.slot = -1
+
+    def _preempt(self, request: Request) -> None:
+        """Free a running request's blocks and queue it again; its KV will be recomputed.
+
+        A token still in flight is dropped: nobody has seen it, and sampling it again at the same
+        position gives the same choice.
+        """
+        self._leave_slot(request)
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs.clear()  # recomputed with the prompt
+        request.metrics.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self._enqueue(request)
+
+    def _finish(
+        self, request: Request, reason: str, stop_reason: int | None = None, error: str | None = None
+    ) -> CoreOutput:
+        request.done = True
+        if request.slot >= 0:
+            self._leave_slot(request)
+        else:
+            self._num_waiting -= 1
+        del self._requests[request.core.request_id]
+        now = time.time()
+        request.metrics.last_token_time = request.metrics.finished_time = now
+        output = self._report(request)
+        output.finish_reason, output.stop_reason, output.error = reason, stop_reason, error
+        output.metrics = request.metrics
+        return output
+
+    def _report(self, request: Request) -> CoreOutput:
+        """What is new of a request since the last report."""
+        slot = request.slot
+        start = request.prompt_len + request.num_reported
+        tokens = request.token_ids[start:] if slot < 0 else self._tokens[slot, start : self._num_known[slot]]
+        new = tokens.tolist()
+        output = CoreOutput(request.core.request_id, new, num_cached_tokens=max(request.num_cached, 0))
+        if request.core.params.logprobs is not None:
+            output.logprobs, request.logprobs = request.logprobs, []
+        if request.num_reported == 0:
+            output.metrics = request.metrics
+            if request.core.params.prompt_logprobs is not None:
+                output.prompt_logprobs = request.prompt_logprobs or None
+        request.num_reported += len(new)
+        return output
+
+    # ---- checks ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Verify the invariants of scheduler and pool (for tests).
+
+        Raises:
+            AssertionError: naming the first violation.
+        """
+        running = {int(slot) for slot in self._running}
+        assert len(running) == len(self._running), "a slot runs twice"
+        assert running == {s for s, r in enumerate(self._by_slot) if r is not None}, "slots and requests differ"
+        assert running.isdisjoint(self._free_slots), "a running slot is free"
+        assert len(running) + len(self._free_slots) == self.limits.max_num_seqs, "a slot is lost"
+        waiting = [r for _, r in self._waiting if not r.done]
+        assert len(waiting) == self._num_waiting, f"{len(waiting)} requests wait, {self._num_waiting} counted"
+        assert len(waiting) + len(running) == len(self._requests), "a request is neither waiting nor running"
+        for slot in running:
+            request = self._at(slot)
+            assert self._num_computed[slot] <= self._num_tokens[slot], "more rows scheduled than tokens"
+            assert self._num_known[slot] <= self._num_tokens[slot] <= request.max_total, "too many tokens"
+            assert self._num_computed[slot] <= self._capacity[slot], "rows scheduled without a block"
+            for table in request.seq.tables:
+                assert len(table) * self.kv.block_size == self._capacity[slot], "table and capacity differ"
+            assert request.slot == slot and not request.done, "slot and request disagree"
+        assert [self._at(int(s)).order for s in self._running] == self._orders, "running requests are out of order"
+        assert self._orders == sorted(self._orders), "running requests are not sorted"
+        assert all(not table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
+        assert self._stop_uses.min(initial=0) >= 0, "stop token counts went below zero"
+        self.kv.pool.check(t for s in running for t in self._at(s).seq.tables)

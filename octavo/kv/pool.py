@@ -1,0 +1,141 @@
+"""The block pool: which KV blocks are free, owned, or free but still findable by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Reference-counted block ids `0 .. num_blocks - 1`, shared by all KV groups.
+
+    Invariants (see `check`): a block is in the free list exactly when its count is 0; a key maps to
+    one block that carries it. Free blocks without a key are reused first; those with a key wait in
+    order of release, so the least recently used goes first. Whoever may still touch a block (a
+    request's table, a transfer in flight) holds a reference, which makes the count the fence before
+    reuse; work queued on one device stream needs none, since later writes queue behind it.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._keys: list[tuple[int, bytes] | None] = [None] * num_blocks
+        self._by_key: dict[tuple[int, bytes], int] = {}
+        # A doubly linked list through two arrays; index num_blocks is the sentinel (head and tail).
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._prev = [num_blocks, *range(num_blocks)]
+        self.num_free = num_blocks
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, each with one reference; reused ones lose their key.
+
+        Raises:
+            ValueError: fewer are free (callers check `num_free` first).
+        """
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks asked for, {self.num_free} free")
+        blocks = []
+        following, sentinel = self._next, self.num_blocks
+        block = following[sentinel]
+        for _ in range(count):
+            blocks.append(block)
+            self._refs[block] = 1
+            if self._keys[block] is not None:
+                self.forget(block)
+            block = following[block]
+        following[sentinel] = block
+        self._prev[block] = sentinel
+        self.num_free -= count
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add a reference to blocks that were found by key (or are held already)."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                self._unlink(block)
+            self._refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one reference of each block of a table, in table order.
+
+        The last blocks become reusable before the first ones: a chain is only found from its head.
+        """
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._link(block)
+
+    def find(self, group: int, key: bytes) -> int | None:
+        """The block that holds `key` of a KV group, free or not."""
+        return self._by_key.get((group, key))
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody holds."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def register(self, group: int, key: bytes, block: int) -> bool:
+        """Make a held block findable. False if the key is already served by another block."""
+        entry = (group, key)
+        if entry in self._by_key or self._keys[block] is not None:
+            return False
+        self._by_key[entry] = block
+        self._keys[block] = entry
+        return True
+
+    def forget(self, block: int) -> None:
+        """Drop a block's key, if it has one."""
+        entry = self._keys[block]
+        if entry is not None:
+            del self._by_key[entry]
+            self._keys[block] = None
+
+    def reset_cache(self) -> None:
+        """Drop all keys: nothing is found any more."""
+        self._by_key.clear()
+        self._keys = [None] * self.num_blocks
+
+    def num_cached(self) -> int:
+        """Blocks that can be found by key."""
+        return len(self._by_key)
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before], self._prev[after] = after, before
+        self.num_free -= 1
+
+    def _link(self, block: int) -> None:
+        sentinel = self.num_blocks
+        if self._keys[block] is None:  # nobody can find it: reuse it first
+            before, after = sentinel, self._next[sentinel]
+        else:
+            before, after = self._prev[sentinel], sentinel
+        self._prev[block], self._next[block] = before, after
+        self._next[before] = self._prev[after] = block
+        self.num_free += 1
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Verify all invariants against every block table that is held (for tests).
+
+        Raises:
+            AssertionError: naming the first violation.
+        """
+        counts = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                counts[block] += 1
+        assert counts == self._refs, "reference counts differ from the tables that hold the blocks"
+        free, block = set(), self._next[self.num_blocks]
+        while block != self.num_blocks:
+            assert block not in free, f"block {block} is in the free list twice"
+            assert self._prev[self._next[block]] == block, f"links around block {block} are broken"
+            free.add(block)
+            block = self._next[block]
+        assert len(free) == self.num_free, f"{len(free)} blocks in the free list, {self.num_free} counted"
+        assert free == {b for b, refs in enumerate(self._refs) if refs == 0}, "free list and counts differ"
+        for entry, owner in self._by_key.items():
+            assert self._keys[owner] == entry, f"block {owner} does not carry its key"
+        assert sum(k is not None for k in self._keys) == len(self._by_key), "a key is carried but not mapped"
