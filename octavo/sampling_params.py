@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from enum import IntEnum
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIAS = 4096
+MAX_TOKEN_IDS = (1 << 31) - 1
 SEED_MODULUS = 1 << 64
 
 
@@ -54,7 +56,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     min_p: float = 0.0
     """In [0, 1]; drops tokens less likely than min_p times the likeliest."""
     seed: int | None = None
-    """Makes the choice reproducible, whatever else is in the batch."""
+    """Makes the choice reproducible, whatever else is in the batch. -1 is the same as None."""
     stop: str | list[str] | None = None
     """Strings that end the text."""
     stop_token_ids: list[int] | None = None
@@ -82,59 +84,98 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else _list("stop", self.stop)
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        self.bad_words = _list("bad_words", self.bad_words)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias) or None
         if self.top_k == -1:
             self.top_k = 0
-        if self.logprobs is True:
-            self.logprobs = 1
-        if self.prompt_logprobs is True:
-            self.prompt_logprobs = 1
-        self._check()
+        if self.seed == -1 and self.seed is not True:  # as in vLLM
+            self.seed = None
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
+        self._check_numbers()
+        self._check_others()
 
-    def _check(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0, None, note="0 keeps all tokens")
-        _number("min_p", self.min_p, 0.0, 1.0)
+    def _check_numbers(self) -> None:
+        self.n = _integer("n", self.n, 1, MAX_N)
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True
+        )
+        self.temperature = _number("temperature", self.temperature, 0.0, math.inf)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        self.top_k = _integer("top_k", self.top_k, 0, None, note="0 keeps all tokens")
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), SEED_MODULUS - 1)
+            self.seed = _integer("seed", self.seed, -(1 << 63), SEED_MODULUS - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, None)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower it", "min_tokens"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, -1, None)
-        self._check_lists()
+        if self.logprobs is not None:
+            self.logprobs = _integer("logprobs", self.logprobs, -1, None, note="-1 is the whole vocabulary")
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = _integer(
+                "prompt_logprobs", self.prompt_logprobs, -1, None, note="-1 is the whole vocabulary"
+            )
+
+    def _check_others(self) -> None:
+        _strings("stop", self.stop, MAX_STOP_STRINGS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} is not valid: give true or false", name)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty: name at least one token", "allowed_token_ids")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise RequestError(
+                f"output_kind={self.output_kind!r} is not valid: give a RequestOutputKind", "output_kind"
+            ) from None
         if self.structured_outputs is not None:
             raise RequestError(
                 "structured_outputs is not supported by this version: leave it out", "structured_outputs"
             )
 
-    def _check_lists(self) -> None:
-        _strings("stop", self.stop, MAX_STOP_STRINGS)
-        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        if self.stop and not self.detokenize:
-            raise RequestError("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
-        for token in self.stop_token_ids or ():
-            _integer("stop_token_ids", token, 0, (1 << 31) - 1)
-        if self.allowed_token_ids is not None:
-            if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids is empty: name at least one token", "allowed_token_ids")
-            for token in self.allowed_token_ids:
-                _integer("allowed_token_ids", token, 0, (1 << 31) - 1)
-        if self.logit_bias:
-            self.logit_bias = _logit_bias(self.logit_bias)
+    def check_vocabulary(self, vocab_size: int, max_logprobs: int = -1) -> None:
+        """Check what depends on the model: token ids, and how many log-probabilities are allowed.
+
+        Args:
+            vocab_size: tokens are ids below it.
+            max_logprobs: the engine's limit, -1 for none.
+
+        Raises:
+            RequestError: an id outside the vocabulary, or more log-probabilities than allowed.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids = getattr(self, name)
+            if ids and (highest := max(ids)) >= vocab_size:
+                raise RequestError(
+                    f"{name} holds token {highest}: the vocabulary has ids 0 to {vocab_size - 1}", name
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and max_logprobs >= 0 and (count == -1 or count > max_logprobs):
+                raise RequestError(
+                    f"{name}={count} is above this engine's limit of {max_logprobs}: ask for fewer, or raise "
+                    "max_logprobs",
+                    name,
+                )
+            if count is not None and count > vocab_size:
+                raise RequestError(
+                    f"{name}={count} is above the vocabulary's {vocab_size} tokens: -1 asks for all", name
+                )
 
     @property
     def greedy(self) -> bool:
@@ -146,21 +187,59 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **changes)
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
     bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
         f" and at most {high:g}" if high != math.inf else ", finite"
     )
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or value < low or (open_low and value == low):
-        raise RequestError(f"{name}={value!r} is not valid: give a number {bounds}", name)
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if good else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
+        raise RequestError(f"{name}={_show(value)} is not valid: give a number {bounds}", name)
+    return number
 
 
-def _integer(name: str, value: Any, low: int, high: int | None, note: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+def _integer(name: str, value: Any, low: int, high: int | None, note: str = "") -> int:
+    good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not good or value < low or (high is not None and value > high):
         bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(
-            f"{name}={value!r} is not valid: give an integer {bounds}" + (f" ({note})" if note else ""), name
+            f"{name}={_show(value)} is not valid: give an integer {bounds}" + (f" ({note})" if note else ""),
+            name,
         )
+    return int(value)
+
+
+def _show(value: Any) -> str:
+    """A value as an error shows it: on one line, and not a megabyte of it."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name}={_show(value)} is not valid: give a list", name)
+    return list(value)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    ids = _list(name, value)
+    if len(ids) > MAX_TOKEN_IDS:
+        raise RequestError(f"{name} has {len(ids)} entries: at most {MAX_TOKEN_IDS} are allowed", name)
+    return [_integer(name, token, 0, MAX_TOKEN_IDS) for token in ids]
 
 
 def _strings(name: str, values: Any, most: int) -> None:
@@ -168,23 +247,36 @@ def _strings(name: str, values: Any, most: int) -> None:
         raise RequestError(f"{name} has {len(values)} strings: at most {most} are allowed", name)
     for value in values:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} holds {value!r}: give non-empty strings", name)
+            raise RequestError(f"{name} holds {_show(value)}: give non-empty strings", name)
         if len(value) > MAX_STOP_LENGTH:
             raise RequestError(
-                f"{name} holds a string of {len(value)} characters: at most {MAX_STOP_LENGTH} are allowed", name
+                f"{name} holds a string of {len(value)} characters: at most {MAX_STOP_LENGTH} are allowed",
+                name,
             )
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{name} holds {_show(value)}: lone surrogates are not text", name) from None
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, dict):
+        raise RequestError(f"logit_bias={_show(bias)} is not valid: map token ids to numbers", "logit_bias")
     if len(bias) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias has {len(bias)} entries: at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
+        raise RequestError(
+            f"logit_bias has {len(bias)} entries: at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
+        )
     out: dict[int, float] = {}
     for key, value in bias.items():
         try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise RequestError(f"logit_bias has the key {key!r}: keys are token ids", "logit_bias") from None
-        _integer("logit_bias token", token, 0, (1 << 31) - 1)
-        _number(f"logit_bias[{token}]", value, -100.0, 100.0)
-        out[token] = float(value)
+            token = int(key) if isinstance(key, str) else key  # JSON has no other keys than strings
+        except ValueError:
+            token = key
+        if not isinstance(token, numbers.Integral):
+            raise RequestError(f"logit_bias has the key {_show(key)}: keys are token ids", "logit_bias")
+        token = _integer("logit_bias", token, 0, MAX_TOKEN_IDS, note="keys are token ids")
+        try:
+            out[token] = _number(f"logit_bias[{token}]", value, -100.0, 100.0)
+        except RequestError as error:
+            raise RequestError(str(error), "logit_bias") from None
     return out

@@ -1,0 +1,110 @@
+"""Judges drafts: which of the proposed tokens stand, and which token follows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from octavo.sampling.logprobs import PackedLogprobs
+from octavo.sampling.processors import upload
+from octavo.sampling.sampler import Sampler
+
+
+@dataclass
+class VerifyOutput:
+    """Tokens of a step's requests, on the device.
+
+    Attributes:
+        tokens: int32 `[n, k + 1]` (k: most drafts of a request); a request's leading `num_tokens` count.
+        num_tokens: int32 `[n]`, at least 1.
+        row_start: int64 `[n + 1]` on the host, each request's first row (entry of `logprobs`).
+        logprobs: per row, as the sampler gives them; rows past a request's `num_tokens` are void.
+    """
+
+    tokens: torch.Tensor
+    num_tokens: torch.Tensor
+    row_start: np.ndarray
+    logprobs: PackedLogprobs | None
+
+
+class Verifier:
+    """Samples every row with the one pipeline and accepts a draft iff it is the token sampled there.
+
+    A request with k drafts has k + 1 rows: row i is conditioned on the known tokens and on drafts
+    1..i, and chooses the token of its position with the noise of that position. Draft i + 1 stands if
+    it equals row i's token and all drafts before it stood. So the tokens are those of plain decoding,
+    at any draft length (exactly, where the rows' logits are equal).
+    """
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+        self._ones = torch.ones(0, dtype=torch.int32, device=sampler.state.device)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        slots_device: torch.Tensor,
+        num_known: torch.Tensor,
+        token_table: torch.Tensor,
+        max_known: np.ndarray | None = None,
+        num_drafts: np.ndarray | None = None,
+    ) -> VerifyOutput:
+        """Tokens of n requests.
+
+        Args:
+            logits: `[rows, vocab]`, the rows of request 0, then of request 1, ...
+            slots, slots_device: `[n]`, per request (as `Sampler`).
+            num_known: integers `[n]` on the device, tokens before the request's first row's choice.
+            token_table: int32 `[slots, max_model_len]` on the device, with the drafts of request r at
+                `num_known[r]` and after.
+            max_known: integers `[n]` on the host, upper bounds of `num_known`.
+            num_drafts: integers `[n]` on the host; None: no drafts.
+        """
+        n = len(slots)
+        if num_drafts is None or not num_drafts.any():
+            out = self.sampler(logits, slots, slots_device, num_known, token_table, max_known)
+            return VerifyOutput(out.tokens.view(n, 1), self._all_one(n), np.arange(n + 1), out.logprobs)
+        return self._judge(logits, slots, slots_device, num_known, token_table, max_known, num_drafts)
+
+    def _judge(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        slots_device: torch.Tensor,
+        num_known: torch.Tensor,
+        token_table: torch.Tensor,
+        max_known: np.ndarray | None,
+        num_drafts: np.ndarray,
+    ) -> VerifyOutput:
+        n, width = len(slots), int(num_drafts.max())
+        start = np.concatenate(([0], np.cumsum(num_drafts + 1))).astype(np.int64)
+        request = np.repeat(np.arange(n), num_drafts + 1)
+        offset = np.arange(len(request)) - start[request]
+        # One transfer for all of it: per row its request and offset, per request its first row.
+        packed = upload(np.concatenate((request, offset, start[:-1], num_drafts)), logits.device)
+        request_d, offset_d, start_d, drafts_d = packed.split((len(request), len(request), n, n))
+        known = num_known.long()
+        out = self.sampler(
+            logits,
+            slots[request],
+            slots_device[request_d],
+            known[request_d] + offset_d,
+            token_table,
+            None if max_known is None else max_known[request] + offset,
+        )
+        column = torch.arange(width + 1, device=logits.device)[None, :]
+        rows = torch.minimum(start_d[:, None] + column, (start_d + drafts_d)[:, None])
+        tokens = out.tokens[rows]
+        position = (known[:, None] + column[:, :-1]).clamp_max(token_table.shape[1] - 1)
+        drafted = token_table[slots_device.long()[:, None], position]
+        stands = (drafted == tokens[:, :-1]) & (column[:, :-1] < drafts_d[:, None])
+        num_tokens = 1 + stands.int().cumprod(-1).sum(-1)
+        return VerifyOutput(tokens, num_tokens.int(), start, out.logprobs)
+
+    def _all_one(self, n: int) -> torch.Tensor:
+        if len(self._ones) < n:
+            self._ones = torch.ones(n, dtype=torch.int32, device=self._ones.device)
+        return self._ones[:n]
