@@ -64,7 +64,7 @@ class Scheduler:
         self._capacity = np.zeros(slots, np.int32)  # tokens that the block table holds
         self._prompt_len = np.zeros(slots, np.int32)
         self._max_total = np.zeros(slots, np.int32)
-        self._last_step = np.zeros(slots, np.int64)
+        self._last_turn = np.zeros(slots, np.int64)  # when the request was served last, of those that take turns
         self._epoch = np.zeros(slots, np.int64)  # grows when a slot changes hands
         self._streams = np.zeros(slots, bool)
         self._wants_prompt_logprobs = np.zeros(slots, bool)
@@ -78,6 +78,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step = 0
+        self._turns = 0
         self._num_waiting = 0
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
         # New requests leave a little room, so that running ones need not be preempted at once.
@@ -131,8 +132,7 @@ class Scheduler:
         """Decide the next step, or None when no request has rows to compute.
 
         Requests that need one row come first and always get it; prompts share what is left of the
-        budget. While others wait, prompts under way get half of it, so that a long prompt cannot
-        hold back a short one behind it.
+        budget (`_share`), then waiting requests are admitted, then prompts get what nobody took.
         """
         run = self._running
         need = self._num_tokens[run] - self._num_computed[run]
@@ -142,13 +142,13 @@ class Scheduler:
         long = np.flatnonzero(need > 1)
         room = budget - 1 if (len(long) or self._num_waiting) and budget > 1 else budget
         if len(short) > room:  # more than fit: those served longest ago
-            stale = np.argsort(self._last_step[run[short]], kind="stable")[:room]
-            short = np.sort(short[stale])
+            short = short[np.argsort(self._last_turn[run[short]], kind="stable")[:room]]
+            self._last_turn[run[short]] = self._turns + np.arange(room)
+            self._turns += room
         rows = np.zeros(len(run), np.int32)
         rows[short] = 1
         budget -= len(short)
-        share = max(1, budget // 2) if self._num_waiting and self._free_slots else budget
-        budget -= self._give(rows, need, long, min(share, budget))
+        budget -= self._share(rows, need, long, budget)
 
         updates: list[list[tuple[int, int, int]]] = [[] for _ in self.kv.groups]
         preempted = self._make_room(run, rows, updates)
@@ -156,10 +156,26 @@ class Scheduler:
             kept = np.isin(run, self._running)
             budget = self.limits.max_num_batched_tokens - int(rows[kept].sum())
             run, rows, need, long = run[kept], rows[kept], need[kept], np.flatnonzero(need[kept] > 1)
+        self._register(run, self._num_computed[run] + rows, self._step)  # those admitted now may share them
         admitted = [] if preempted else self._admit(budget)
         budget -= sum(count for _, count in admitted)
         self._give(rows, need, long, budget)
         return self._plan(run, rows, admitted, updates)
+
+    def _share(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
+        """Divide the budget among prompts under way and those behind them; returns what was given.
+
+        The first in order gets half when another one wants rows, the others (nearest to their end
+        first) a half of the rest when requests wait. So no prompt, however long, holds back a short
+        one behind it, and none is held back for ever. Odd tokens fall to either side in turn.
+        """
+        odd = self._step % 2
+        waiting = bool(self._num_waiting and self._free_slots)
+        half = (budget + odd) // 2
+        given = self._give(rows, need, long[:1], half if waiting or len(long) > 1 else budget)
+        others = long[1:][np.argsort(need[long[1:]], kind="stable")]
+        rest = budget - given
+        return given + self._give(rows, need, others, (rest + odd) // 2 if waiting else rest)
 
     def _give(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
         """Add rows to the prompts at indexes `long`, in order; returns how many were given."""
@@ -225,7 +241,9 @@ class Scheduler:
                     self.stats.prefix_cache_queries += known
                     self.stats.prefix_cache_hits += cached
             count = min(known - cached, budget, most)
-            admitted.append((self._enter_slot(request, cached), count))
+            admission = self._enter_slot(request, cached)
+            self._register(np.array([admission.slot]), np.array([cached + count]), self._step)
+            admitted.append((admission, count))
             budget -= count
         return admitted
 
@@ -248,7 +266,6 @@ class Scheduler:
         self._num_computed[slots] += counts
         samples = self._num_computed[slots] == self._num_tokens[slots]
         self._num_tokens[slots] += samples
-        self._last_step[slots] = self._step
         plan = StepPlan(
             step_id=self._step,
             admissions=[admission for admission, _ in admitted],
@@ -259,7 +276,7 @@ class Scheduler:
             samples=samples,
             prompt_logprobs=self._prompt_logprobs(slots),
         )
-        self._register(slots, self._step)
+        self._register(slots, self._num_computed[slots], self._step)
         self._step += 1
         self.stats.num_steps += 1
         return ScheduledStep(plan, self._epoch[slots])
@@ -288,7 +305,8 @@ class Scheduler:
             rows = np.flatnonzero(sampled & (result.num_tokens > column))
             rows = rows[self._epoch[plan.slots[rows]] == step.epochs[rows]]  # ended by an earlier column
             outputs += self._append(plan.slots[rows], result.tokens[rows, column], rows, column, result, now)
-        self._register(plan.slots[live & (self._epoch[plan.slots] == step.epochs)], plan.step_id)
+        left = plan.slots[self._epoch[plan.slots] == step.epochs]
+        self._register(left, self._num_computed[left], plan.step_id)
         self.kv.complete(plan.step_id)
         return outputs
 
@@ -342,8 +360,9 @@ class Scheduler:
                 request.prompt_logprobs.extend(entries)
                 self._wants_prompt_logprobs[request.slot] = request.wants_prompt_logprobs
 
-    def _register(self, slots: np.ndarray, step: int) -> None:
-        ready = np.minimum(self._num_computed[slots], self._num_known[slots])
+    def _register(self, slots: np.ndarray, computed: np.ndarray, step: int) -> None:
+        """Offer full blocks of known tokens to the cache, whose rows are scheduled up to `computed`."""
+        ready = np.minimum(computed, self._num_known[slots])
         for i in np.flatnonzero(ready // self.kv.block_size > self._num_registered[slots]).tolist():
             slot = int(slots[i])
             request = self._at(slot)
@@ -377,6 +396,7 @@ class Scheduler:
         self._capacity[slot] = len(request.seq.tables[0]) * self.kv.block_size
         self._prompt_len[slot] = request.prompt_len
         self._max_total[slot] = request.max_total
+        self._last_turn[slot] = self._turns
         self._streams[slot] = core.stream
         self._wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
         for token in request.stop_ids:
