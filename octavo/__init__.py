@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from octavo.version import __version__
 
 if TYPE_CHECKING:
+    from octavo.async_llm import AsyncLLM
     from octavo.config import EngineConfig
-    from octavo.engine.async_llm import AsyncLLM
     from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError, RequestError
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 _HOME = {
-    "AsyncLLM": "octavo.engine.async_llm",
+    "AsyncLLM": "octavo.async_llm",
     "CompletionOutput": "octavo.outputs",
     "ConfigError": "octavo.errors",
     "EngineConfig": "octavo.config",

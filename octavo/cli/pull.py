@@ -8,8 +8,7 @@ SUMMARY = "bring the embedded default model, which commands use when no model is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="Bring it again though it is there.")
-    parser.add_argument("--quiet", action="store_true", help="Show no progress; print the path alone.")
+    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
     parser.add_argument(
         "--path", action="store_true", help="Print where the model lies or would lie, and bring nothing."
     )
@@ -18,8 +17,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octavo.models.pull import default_model_path, pull_default
 
-    if args.path:
-        print(default_model_path())
-        return 0
-    print(pull_default(force=args.force, progress=not args.quiet))
+    print(default_model_path() if args.path else pull_default(progress=not args.quiet))
     return 0

@@ -86,6 +86,11 @@ class CpuInfo:
         """Whether the processor is known to have an instruction set."""
         return self.instruction_sets is not None and name in self.instruction_sets
 
+    @property
+    def fast_bfloat16(self) -> bool:
+        """Whether the processor multiplies bfloat16 itself, so that it is faster than float32."""
+        return any(self.has(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
 
 @dataclass(frozen=True)
 class MemoryInfo:
@@ -246,16 +251,15 @@ def detect_gpus() -> GpuReport:
 
 
 def detect_compiler() -> CompilerInfo | None:
-    """The compiler that `CXX` names, or else the first of g++, clang++ and c++ on the path."""
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    for name in candidates:
-        path = shutil.which(name)
-        if path is None:
-            continue
-        lines = _output([path, "--version"]).splitlines()
-        if lines:
-            return CompilerInfo(path, lines[0].strip())
-    return None
+    """The compiler that the CPU kernels are built with, if there is one that answers."""
+    from octavo.kernels.cpu.build import BuildError, find_compiler
+
+    try:
+        path = find_compiler()
+    except BuildError:
+        return None
+    lines = _output([path, "--version"]).splitlines()
+    return CompilerInfo(path, lines[0].strip()) if lines else None
 
 
 def detect_libraries(names: tuple[str, ...] = LIBRARIES) -> dict[str, str | None]:

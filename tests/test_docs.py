@@ -1,0 +1,96 @@
+"""Every example in the documentation runs, or says why it doesn't.
+
+A fenced `python` block is executed as it stands, with the default model, in a folder of its own.
+Blocks of one page share their names, in the order of the page, as a reader would type them. Of a
+fenced `console` block each line that begins with `$ octavo` is parsed by the real command line
+(every command, option and value must exist); commands that start servers or load models are run by
+the tests of the commands. A block after an HTML comment `<!-- not run: reason -->` is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(
+    r"(?P<skip><!-- not run: (?P<reason>[^>]+) -->\s*\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+)
+
+
+class Block(NamedTuple):
+    language: str
+    body: str
+    line: int
+    skipped: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(m["language"], m["body"], text.count("\n", 0, m.start("body")) + 1, m["skip"] is not None)
+        for m in FENCE.finditer(text)
+    ]
+
+
+def pages_with(language: str) -> list[Path]:
+    return [p for p in PAGES if any(b.language == language and not b.skipped for b in blocks(p))]
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_examples_run(page, default_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "example"}
+    for block in blocks(page):
+        if block.language == "python" and not block.skipped:
+            # Blank lines in front, so that a traceback points into the page.
+            exec(compile("\n" * (block.line - 1) + block.body, str(page), "exec"), names)
+
+
+def commands(page: Path) -> list[tuple[int, list[str]]]:
+    found = []
+    for block in blocks(page):
+        if block.language != "console" or block.skipped:
+            continue
+        lines = block.body.replace("\\\n", " ").splitlines()
+        for number, line in enumerate(lines, block.line):
+            if line.startswith("$ octavo"):
+                argv = shlex.split(line[2:], comments=True)
+                cut = next((i for i, word in enumerate(argv) if word in ("|", ">", "<", "&")), len(argv))
+                found.append((number, argv[1:cut]))
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_console_examples_parse(page):
+    from octavo.cli.main import build_parser
+
+    for number, argv in commands(page):
+        try:
+            build_parser(argv[0]).parse_args(argv)
+        except SystemExit as stop:
+            if stop.code:
+                pytest.fail(f"{page.name}:{number}: octavo {shlex.join(argv)} is refused")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target and not target.startswith(("#", "mailto:")):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_exists_in_two_languages_with_the_same_examples():
+    english, chinese = blocks(ROOT / "README.md"), blocks(ROOT / "README.zh-CN.md")
+    assert [b.language for b in english] == [b.language for b in chinese]
+
+    def code(page: list[Block]) -> list[str]:
+        return [re.sub(r"#.*|\"[^\"]*\"|'[^']*'", "", b.body) for b in page]
+
+    assert code(english) == code(chinese)
