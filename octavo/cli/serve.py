@@ -1,0 +1,33 @@
+"""`octavo serve`: the model over the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.config import EngineConfig, add_config_arguments, config_from_args
+from octavo.server.config import ServerConfig
+
+SUMMARY = "serve a model over the OpenAI API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, ServerConfig, "server")
+    add_config_arguments(parser, EngineConfig, "engine")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = config_from_args(args, ServerConfig)
+    engine_config = config_from_args(args, EngineConfig)
+
+    import logging
+
+    from octavo.server.lifecycle import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    async def create_engine():  # type: ignore[no-untyped-def]
+        from octavo.async_llm import AsyncLLM
+
+        return await AsyncLLM.create(engine_config)
+
+    return serve(create_engine, config)

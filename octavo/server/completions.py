@@ -1,0 +1,226 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+
+from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.errors import bad_request
+from octavo.server.logprobs import LogprobStyle, completion_logprobs, prompt_logprobs
+from octavo.server.params import check_request, sampling_params
+from octavo.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from octavo.server.service import Service
+from octavo.server.streaming import DONE, AsgiResponse, EventStream, event
+from octavo.server.usage import UsageCount, stop_cause
+
+
+async def create_completion(
+    service: Service, body: CompletionRequest, request_id: str | None
+) -> AsgiResponse:
+    """Answer a completion request.
+
+    Raises:
+        ApiError, RequestError: the request cannot be served.
+    """
+    model = service.check_model(body.model)
+    check_request(body)
+    job = await _prepare(service, body, model, body.request_id or request_id or uuid.uuid4().hex)
+    if body.stream:
+        return EventStream(job.stream())
+    return Response(msgspec.json.encode(await job.complete()), media_type="application/json")
+
+
+async def _prepare(service: Service, body: CompletionRequest, model: str, request_id: str) -> _CompletionJob:
+    echo_only = bool(body.echo) and body.max_tokens == 0
+    params = sampling_params(
+        body,
+        service.engine.generation_config,
+        # An echo alone needs the prompt's pass through the model, which yields one token: dropped later.
+        1 if echo_only else body.max_tokens,
+        logprobs=body.logprobs,
+        detokenize=service.text.has_tokenizer,
+    )
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = params.clone(prompt_logprobs=body.logprobs)
+    texts, prompts = await _prompts(service, body)
+    style = LogprobStyle(
+        service.text, body.logprobs or 0, bool(body.return_tokens_as_token_ids), params.skip_special_tokens
+    )
+    return _CompletionJob(
+        service, body, params, prompts, texts, style, f"cmpl-{request_id}", model, echo_only
+    )
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str | None], list[list[int]]]:
+    """The request's prompts as texts (where given, or wanted for an echo) and as token ids."""
+    texts: list[str | None]
+    prompts: list[list[int]]
+    given = body.prompt
+    items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
+    if items and all(isinstance(item, int) for item in items):
+        items = [list(items)]  # type: ignore[arg-type]
+    if not items:
+        raise bad_request("prompt is empty: give a text, token ids, or a list of them", "prompt")
+    most = service.config.max_prompts_per_request
+    if len(items) > most:
+        raise bad_request(
+            f"prompt holds {len(items)} prompts: at most {most} are allowed in one request", "prompt"
+        )
+    if all(isinstance(item, str) for item in items):
+        texts = [str(item) for item in items]
+        special = body.add_special_tokens is not False
+        prompts = await asyncio.gather(*(service.text.encode(str(item), special, "prompt") for item in items))
+    elif all(isinstance(item, list) for item in items):
+        prompts = [list(item) for item in items]  # type: ignore[arg-type]
+        texts = [None] * len(prompts)
+    else:
+        raise bad_request("prompt mixes texts and token ids: give one kind", "prompt")
+    if any(not prompt for prompt in prompts):
+        raise bad_request("prompt is empty: give at least one token", "prompt")
+    return texts, prompts
+
+
+@dataclass
+class _CompletionJob:
+    """One completion request: its prompts run as one stream of results, told whole or in pieces.
+
+    The choice of prompt p and choice c has index p·n + c. `_offsets` holds the characters told of each.
+    """
+
+    service: Service
+    body: CompletionRequest
+    params: SamplingParams
+    prompts: list[list[int]]
+    texts: list[str | None]
+    style: LogprobStyle
+    id: str
+    model: str
+    echo_only: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    async def complete(self) -> Completion:
+        """The whole answer."""
+        usage = UsageCount()
+        choices: list[CompletionChoice] = []
+        async with aclosing(self._results()) as results:
+            async for batch in results:
+                for index, out in batch:
+                    usage.prompt(index, out)
+                    text = await self._echo_text(index, out)
+                    for output in out.outputs:
+                        usage.add(0 if self.echo_only else len(output.token_ids))
+                        choices.append(self._choice(index, out, output, text))
+        choices.sort(key=lambda choice: choice.index)
+        return Completion(self.id, self.created, self.model, choices, usage.total())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer in pieces: one item per engine step."""
+        options = self.body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
+        usage = UsageCount()
+        async with aclosing(self._results()) as results:
+            async for batch in results:
+                events = []
+                for index, out in batch:
+                    usage.prompt(index, out)
+                    for output in out.outputs:
+                        first = self._position(index, output) not in self._offsets
+                        usage.add(0 if self.echo_only else len(output.token_ids))
+                        text = await self._echo_text(index, out) if first else ""
+                        choice = self._choice(index, out, output, text, first)
+                        if (
+                            choice.text
+                            or choice.finish_reason
+                            or choice.logprobs
+                            or choice.token_ids
+                            or continuous
+                        ):
+                            chunk = CompletionChunk(self.id, self.created, self.model, [choice])
+                            if with_usage:
+                                chunk.usage = usage.total() if continuous else None
+                            events.append(event(chunk))
+                if events:
+                    yield b"".join(events)
+        if with_usage:
+            yield event(CompletionChunk(self.id, self.created, self.model, [], usage.total())) + DONE
+        else:
+            yield DONE
+
+    def _results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        return self.service.results(
+            self.prompts,
+            self.params,
+            self.id,
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt,
+        )
+
+    def _position(self, index: int, output: CompletionOutput) -> int:
+        return index * self.params.n + output.index
+
+    async def _echo_text(self, index: int, out: RequestOutput) -> str:
+        if not self.body.echo:
+            return ""
+        text = self.texts[index]
+        if text is None:
+            text = self.texts[index] = await self.service.text.decode(
+                self.prompts[index], skip_special_tokens=False
+            )
+        return text
+
+    def _choice(
+        self, index: int, out: RequestOutput, output: CompletionOutput, echo: str, first: bool = True
+    ) -> CompletionChoice:
+        position = self._position(index, output)
+        ids = [] if self.echo_only else output.token_ids
+        choice = CompletionChoice(
+            index=position,
+            text=echo if self.echo_only else echo + output.text,
+            logprobs=self._logprobs(index, out, output, position, first),
+            finish_reason=output.finish_reason,  # type: ignore[arg-type]  # others never get here
+            stop_reason=stop_cause(output),
+        )
+        self._offsets.setdefault(position, 0)
+        if self.body.return_token_ids:
+            choice.token_ids = ids
+            choice.prompt_token_ids = self.prompts[index] if first else UNSET
+        if self.body.prompt_logprobs is not None and out.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(out.prompt_logprobs, self.style)
+        return choice
+
+    def _logprobs(
+        self, index: int, out: RequestOutput, output: CompletionOutput, position: int, first: bool
+    ) -> CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        ids: list[int] = []
+        positions: list[PositionLogprobs | None] = []
+        if self.body.echo and first:
+            ids += self.prompts[index]
+            positions += out.prompt_logprobs or []
+        if not self.echo_only:
+            ids += output.token_ids
+            positions += output.logprobs or []
+        if not ids:
+            return None
+        told, offset = completion_logprobs(ids, positions, self.style, self._offsets.get(position, 0))
+        self._offsets[position] = offset
+        return told

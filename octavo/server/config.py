@@ -1,0 +1,56 @@
+"""Settings of the HTTP server, declared like the engine's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from octavo.config import setting, validate
+
+API_KEY_VARIABLE = "OCTAVO_API_KEY"
+
+
+@dataclass
+class ServerConfig:
+    """Settings of one server. Field names are vLLM's where vLLM has them."""
+
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 takes requests from other machines (then set --api-key)."
+    )
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    served_model_name: list[str] | None = setting(
+        None,
+        "Names that clients may use for the model; answers carry the first. By default the model as given.",
+    )
+    api_key: list[str] | None = setting(
+        None,
+        f"Keys of which clients must send one as `Authorization: Bearer KEY`; {API_KEY_VARIABLE} adds one. "
+        "/health and /ping stay open.",
+    )
+    allowed_origins: list[str] | None = setting(
+        None, "Web origins whose pages may call the server (CORS), `*` for all. By default none."
+    )
+    max_request_bytes: int = setting(
+        16 * 2**20, "Largest request body; larger ones are refused with 413.", low=1024, unit="bytes"
+    )
+    max_prompts_per_request: int = setting(1024, "Most prompts in one completion request.", low=1)
+    trust_request_chat_template: bool = setting(
+        False, "Let requests bring their own chat template, which is a program that this server then runs."
+    )
+    tokenizer_threads: int = setting(2, "Threads that tokenize and render chat templates.", low=1, high=256)
+    drain_timeout: float = setting(
+        60.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", low=0.0, high=86400.0
+    )
+    access_log: bool = setting(False, "Log a line per request.")
+    ssl_keyfile: str | None = setting(None, "Private key file, to serve HTTPS.")
+    ssl_certfile: str | None = setting(None, "Certificate file, to serve HTTPS.")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def all_api_keys(self) -> list[str]:
+        """Keys from the settings and the environment."""
+        keys = list(self.api_key or [])
+        if os.environ.get(API_KEY_VARIABLE):
+            keys.append(os.environ[API_KEY_VARIABLE])
+        return keys

@@ -1,0 +1,214 @@
+"""The routes of the server: one table that the application and its OpenAPI document are both made from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Scope
+
+from octavo.server.chat import chat_prompt, create_chat_completion
+from octavo.server.completions import create_completion
+from octavo.server.errors import ApiError, bad_request
+from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.params import check_request_id
+from octavo.server.protocol import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionChunk,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    PrefixCacheInfo,
+    StatusResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    VersionResponse,
+)
+from octavo.server.service import Service
+from octavo.server.streaming import AsgiResponse
+from octavo.version import __version__
+
+Handler = Callable[[Service, Scope, Any], Awaitable[AsgiResponse]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        request: struct of the body, None without one.
+        response: struct of a 200 answer; None: plain text.
+        chunk: struct of one event when the request asks for a stream.
+        open: needs no API key.
+        generates: refused while the server shuts down.
+    """
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler
+    request: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | None = None
+    chunk: type[msgspec.Struct] | None = None
+    open: bool = False
+    generates: bool = False
+
+
+def json_response(value: msgspec.Struct, status: int = 200) -> Response:
+    """A struct as a JSON answer."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def header_request_id(scope: Scope) -> str | None:
+    """The client's `X-Request-Id`, if any.
+
+    Raises:
+        ApiError: 400 for one that could not be told apart in a log.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and value:
+            text: str = value.decode("latin-1")
+            check_request_id(text, "X-Request-Id")
+            return text
+    return None
+
+
+async def _completion(service: Service, scope: Scope, body: CompletionRequest) -> AsgiResponse:
+    return await create_completion(service, body, header_request_id(scope))
+
+
+async def _chat(service: Service, scope: Scope, body: ChatRequest) -> AsgiResponse:
+    return await create_chat_completion(service, body, header_request_id(scope))
+
+
+async def _tokenize(service: Service, scope: Scope, body: TokenizeRequest) -> AsgiResponse:
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        tokens = await service.text.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+    else:
+        tokens = await service.text.encode_chat(chat_prompt(service, body.messages or [], body))
+    answer = TokenizeResponse(len(tokens), service.engine.max_model_len, tokens)
+    if body.return_token_strs:
+        answer.token_strs = [service.text.token(token).decode("utf-8", "replace") for token in tokens]
+    return json_response(answer)
+
+
+async def _detokenize(service: Service, scope: Scope, body: DetokenizeRequest) -> AsgiResponse:
+    service.check_model(body.model)
+    return json_response(
+        DetokenizeResponse(await service.text.decode(body.tokens, skip_special_tokens=False))
+    )
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        name,
+        service.created,
+        root=service.engine.config.model or name,
+        max_model_len=service.engine.max_model_len,
+    )
+
+
+async def _models(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    return json_response(ModelList([_card(service, name) for name in service.names]))
+
+
+async def _model(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    return json_response(_card(service, service.check_model(scope["path_params"]["model"])))
+
+
+async def _health(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    service.check_accepting()
+    await service.engine.check_health()
+    return json_response(StatusResponse())
+
+
+async def _version(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    config = service.engine.config
+    cache = PrefixCacheInfo(
+        enabled=config.enable_prefix_caching,
+        root=service.engine.cache_root.hex(),
+        hash_algorithm=config.prefix_caching_hash_algo,
+        block_size=config.block_size,
+    )
+    return json_response(VersionResponse(__version__, cache))
+
+
+async def _metrics(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    from octavo.server.openapi import openapi_document
+
+    return Response(
+        msgspec.json.encode(openapi_document(OPERATIONS, bool(service.config.all_api_keys()))),
+        media_type="application/json",
+    )
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        _chat,
+        ChatRequest,
+        ChatCompletion,
+        ChatChunk,
+        generates=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/completions",
+        "Continue a text.",
+        _completion,
+        CompletionRequest,
+        Completion,
+        CompletionChunk,
+        generates=True,
+    ),
+    Operation("GET", "/v1/models", "Names under which the model is served.", _models, response=ModelList),
+    Operation("GET", "/v1/models/{model}", "One of these names.", _model, response=ModelCard),
+    Operation(
+        "POST",
+        "/tokenize",
+        "Token ids of a text or conversation.",
+        _tokenize,
+        TokenizeRequest,
+        TokenizeResponse,
+    ),
+    Operation(
+        "POST", "/detokenize", "Text of token ids.", _detokenize, DetokenizeRequest, DetokenizeResponse
+    ),
+    Operation(
+        "GET",
+        "/health",
+        "Whether requests can be served (200) or not (503).",
+        _health,
+        response=StatusResponse,
+        open=True,
+    ),
+    Operation("GET", "/ping", "The same as /health.", _health, response=StatusResponse, open=True),
+    Operation("POST", "/ping", "The same as /health.", _health, response=StatusResponse, open=True),
+    Operation(
+        "GET", "/version", "Version, and what block keys are made from.", _version, response=VersionResponse
+    ),
+    Operation("GET", "/metrics", "Metrics in Prometheus's text format.", _metrics),
+    Operation("GET", "/openapi.json", "This document.", _openapi),
+)
+
+
+def not_found(path: str) -> ApiError:
+    """404 for a path that no operation has."""
+    return ApiError(404, f"there is no {path[:128]!r}: /openapi.json lists what there is", code="not_found")

@@ -1,0 +1,181 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards carry over.
+
+Gauges and token counters are read from the engine core when scraped; latencies are observed as
+answers pass through the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octavo.messages import CoreStats
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+
+CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+LABELS = ("model_name", "engine")
+FINISH_REASONS = ("stop", "length", "abort")
+
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip  # noqa: E501
+_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip  # noqa: E501
+_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip  # noqa: E501
+
+
+class _CoreCollector(Collector):
+    """The engine core's own figures, read at each scrape."""
+
+    def __init__(self, stats: Callable[[], CoreStats], labels: tuple[str, str]):
+        self._stats = stats
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        gauges = (
+            ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage),
+        )
+        counters = (
+            ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens that the prefix cache served.",
+                stats.prefix_cache_hits,
+            ),
+            ("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, text, value in counters:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, stats: Callable[[], CoreStats], model_name: str, max_model_len: int):
+        self._registry = CollectorRegistry()
+        labels = (model_name, "0")
+        self._registry.register(_CoreCollector(stats, labels))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
+                *labels
+            )
+
+        lengths = _powers(max_model_len)
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
+        self.itl = histogram(
+            "inter_token_latency_seconds",
+            "Between successive outputs of a streaming request.",
+            _TOKEN_BUCKETS,
+        )
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_BUCKETS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to first schedule.", _REQUEST_BUCKETS)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "First schedule to first token.", _REQUEST_BUCKETS
+        )
+        self.decode = histogram("request_decode_time_seconds", "First to last token.", _REQUEST_BUCKETS)
+        self.prompt_len = histogram("request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self.output_len = histogram("request_generation_tokens", "Tokens generated for a request.", lengths)
+        self.params_n = histogram("request_params_n", "The request's n.", (1.0, 2.0, 5.0, 10.0, 20.0))
+        success = Counter(
+            "vllm:request_success",
+            "Choices that ended, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self.finished = {reason: success.labels(*labels, reason) for reason in FINISH_REASONS}
+
+    def start(self, params: SamplingParams) -> RequestRecord:
+        """A record for a request that arrives now."""
+        return RequestRecord(self, params)
+
+    def render(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class RequestRecord:
+    """Follows one request; each event is observed exactly once, whatever way the request ends."""
+
+    __slots__ = ("_closed", "_metrics", "_params", "_arrival", "_last", "_tokens", "_unfinished")
+
+    def __init__(self, metrics: Metrics, params: SamplingParams):
+        self._metrics = metrics
+        self._params = params
+        self._arrival = time.perf_counter()
+        self._last = 0.0
+        self._tokens = 0
+        self._unfinished = params.n
+        self._closed = False
+
+    def observe(self, out: RequestOutput) -> None:
+        """Take note of a result (a delta, or the only one)."""
+        now = time.perf_counter()
+        new = sum(len(choice.token_ids) for choice in out.outputs)
+        single = not self._tokens and out.finished
+        if new:
+            if not self._tokens:
+                # A request that reports once, at its end, tells its first token's time in its metrics.
+                first = out.metrics.first_token_time - out.metrics.arrival_time
+                self._metrics.ttft.observe(first if single and first > 0 else now - self._arrival)
+            elif self._last:
+                self._metrics.itl.observe(now - self._last)
+            self._tokens += new
+            self._last = now
+        for choice in out.outputs:
+            if choice.finish_reason is not None:
+                self._unfinished -= 1
+                self._metrics.finished[choice.finish_reason].inc()
+        if out.finished:
+            self._finish(out)
+
+    def close(self) -> None:
+        """The request is over; choices that have not finished were aborted."""
+        if not self._closed:
+            self._closed = True
+            if self._unfinished > 0:
+                self._metrics.finished["abort"].inc(self._unfinished)
+
+    def _finish(self, out: RequestOutput) -> None:
+        self._unfinished = 0
+        metrics, times = self._metrics, out.metrics
+        metrics.e2e.observe(time.perf_counter() - self._arrival)
+        metrics.prompt_len.observe(len(out.prompt_token_ids))
+        metrics.output_len.observe(self._tokens)
+        metrics.params_n.observe(self._params.n)
+        if times.scheduled_time:
+            metrics.queue.observe(times.scheduled_time - times.arrival_time)
+        if times.scheduled_time and times.first_token_time:
+            metrics.prefill.observe(times.first_token_time - times.scheduled_time)
+        if times.first_token_time and times.last_token_time:
+            decode = times.last_token_time - times.first_token_time
+            metrics.decode.observe(decode)
+            per_choice = self._tokens / self._params.n
+            if per_choice > 1:
+                metrics.tpot.observe(decode / (per_choice - 1))
+
+
+def _powers(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 … up to `most`."""
+    values = [float(m * 10**e) for e in range(8) for m in (1, 2, 5)]
+    return tuple(v for v in values if v <= most) or (1.0,)

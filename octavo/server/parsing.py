@@ -1,0 +1,206 @@
+"""From the bytes of a request to a typed body, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from octavo.server.errors import ApiError, bad_request
+
+logger = logging.getLogger(__name__)
+
+MAX_DEPTH = 32
+BODY_TIMEOUT = 120.0
+"""Seconds within which a body must have arrived: a client that trickles holds no connection for ever."""
+
+DISCARD = 4
+"""A body up to this many times the limit is read and thrown away, since most clients look at the answer
+only once they have sent everything."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def _one_or_none(value: Any) -> bool:
+    return value in (None, 1)
+
+
+def _empty(value: Any) -> bool:
+    return not value
+
+
+NOT_BUILT: dict[str, Callable[[Any], bool]] = {
+    "tools": _empty,
+    "tool_choice": lambda value: value in (None, "none", "auto"),
+    "functions": _empty,
+    "function_call": lambda value: value in (None, "none", "auto"),
+    "response_format": lambda value: value is None or value == {"type": "text"},
+    "structured_outputs": _empty,
+    "guided_json": _empty,
+    "guided_regex": _empty,
+    "guided_choice": _empty,
+    "guided_grammar": _empty,
+    "audio": _empty,
+    "modalities": lambda value: value is None or value == ["text"],
+    "prediction": _empty,
+    "web_search_options": lambda value: value is None,
+    "documents": _empty,
+    "mm_processor_kwargs": _empty,
+    "prompt_embeds": _empty,
+    "suffix": _empty,
+    "best_of": _one_or_none,
+    "use_beam_search": _empty,
+    "logits_processors": _empty,
+    "truncate_prompt_tokens": lambda value: value is None,
+    "kv_transfer_params": _empty,
+    "lora_request": _empty,
+}
+"""Fields whose features this version lacks, each with the values that ask for nothing and may pass."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body, at most `limit` bytes.
+
+    Raises:
+        ApiError: 413 when it is larger, 408 when it comes too slowly, 400 when the client stops early.
+    """
+    too_large = ApiError(
+        413,
+        f"the request body is larger than {limit} bytes: send less, or start the server with a larger "
+        "--max-request-bytes",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit * DISCARD:
+            raise too_large
+    parts: list[bytes] = []
+    size = 0
+    more = True
+
+    async def read_all() -> None:
+        nonlocal size, more
+        while more and size <= limit * DISCARD:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise bad_request("the client went away before its request was complete")
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            else:
+                parts.clear()
+            more = message.get("more_body", False)
+
+    try:
+        await asyncio.wait_for(read_all(), BODY_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408, f"the request body did not arrive within {BODY_TIMEOUT:g} seconds", code="timeout"
+        ) from None
+    if size > limit:
+        raise too_large
+    return b"".join(parts)
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Parse a JSON body.
+
+    Fields of features that are not built are refused; unknown ones are ignored with a warning in
+    the log that names the nearest known field.
+
+    Raises:
+        ApiError: 400 with the field at fault in `param`.
+    """
+    try:
+        given = _raw_decoder().decode(body)
+        for name in given.keys() - _known_fields(kind):
+            _refuse_or_warn(name, given[name], kind)
+        value: T = _decoder(kind).decode(body)
+    except RecursionError:
+        raise bad_request("the request body is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the request body is not valid JSON: {_json_problem(body, str(error))}") from None
+    except UnicodeDecodeError:
+        raise bad_request("the request body is not valid UTF-8") from None
+    return value
+
+
+def check_depth(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
+    """Refuse free-form JSON that is nested deeper than `limit`.
+
+    Raises:
+        ApiError: 400 naming the field.
+    """
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    raise bad_request(f"{name} is nested deeper than {limit} levels", name)
+
+
+@functools.cache
+def _raw_decoder() -> msgspec.json.Decoder[dict[str, msgspec.Raw]]:
+    return msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@functools.cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(kind)
+
+
+@functools.cache
+def _known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
+
+
+def _refuse_or_warn(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct]) -> None:
+    harmless = NOT_BUILT.get(name)
+    if harmless is None:
+        _warn_unknown(name[:64], kind)
+    elif not harmless(msgspec.json.decode(raw)):
+        raise ApiError(
+            400,
+            f"{name} is not supported by this version: leave it out",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+@functools.lru_cache(maxsize=1024)  # each name once, so that a busy client does not flood the log
+def _warn_unknown(name: str, kind: type[msgspec.Struct]) -> None:
+    near = difflib.get_close_matches(name, _known_fields(kind), 1)
+    hint = f" (did the client mean {near[0]}?)" if near else ""
+    logger.warning("ignored the unknown request field %r%s", name, hint)
+
+
+def _explain(message: str) -> ApiError:
+    found = re.fullmatch(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", message, re.DOTALL)
+    what, where = (found.group(1), found.group(2)) if found else (message, None)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
+    if missing:
+        where = f"{where}.{missing.group(1)}" if where else missing.group(1)
+        return ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
+    what = what[:1].lower() + what[1:].replace("`", "")
+    return bad_request(f"{where}: {what}" if where else f"the request body: {what}", where or None)
+
+
+def _json_problem(body: bytes, message: str) -> str:
+    if "truncated" in message and re.search(rb"\\u[dD][89abAB]", body):
+        return f"{message}, or holds half of a surrogate pair"
+    return message

@@ -1,0 +1,348 @@
+"""Bodies of requests and responses, OpenAI's fields and vLLM's extra ones.
+
+The structs parse requests, encode responses and are the source of the OpenAPI document. A request
+field that is None counts as left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+FinishReason = Literal["stop", "length"]
+
+
+class StreamOptions(Struct):
+    """What a stream reports besides text."""
+
+    include_usage: bool | None = None
+    """A last chunk without choices carries the usage; the others carry `usage: null`."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage: every chunk carries the usage so far."""
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What every generating request may set. Fields left out take the model's generation_config."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    """Requests with different salts share no prefix cache."""
+    priority: int | None = None
+    """Lower runs first, under the priority policy."""
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as `token_id:N`."""
+    user: str | None = None
+    """Accepted for compatibility; without effect."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, token ids, or a list of texts or of lists of token ids (not mixed)."""
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(Struct):
+    """A piece of a message; this version takes text alone."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct):
+    """One message of a conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    """Refused by this version."""
+    tool_call_id: str | None = None
+    """Refused by this version."""
+
+
+class TemplateFields(Struct, kw_only=True):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    """A Jinja template; only if the server was started with --trust-request-chat-template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(SamplingFields, TemplateFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template."""
+    store: bool | None = None
+    """Accepted for compatibility; nothing is stored."""
+    metadata: dict[str, str] | None = None
+    """Accepted for compatibility; without effect."""
+    parallel_tool_calls: bool | None = None
+    """Accepted for compatibility; without effect."""
+
+
+class TokenizeRequest(TemplateFields, kw_only=True):
+    """Body of POST /tokenize: a prompt or messages, not both."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PromptTokensDetails(Struct):
+    """Parts of the prompt's tokens."""
+
+    cached_tokens: int
+    """Those that the prefix cache served."""
+
+
+class Usage(Struct):
+    """Tokens of a request, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Struct):
+    """Log-probability of a token at a prompt position."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Struct):
+    """Log-probabilities in the completion API's form; all lists have one entry per token.
+
+    A prompt's first token has none: null.
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct):
+    """One choice of a completion, or what is new of it in a stream."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    object: Literal["text_completion"] = "text_completion"
+
+
+class CompletionChunk(Struct):
+    """One event of a streamed completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class TopLogprob(Struct):
+    """A token that could have stood at a position. `bytes` is its UTF-8, in pieces of characters too."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token that stands at a position, and the likeliest there."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log-probabilities in the chat API's form."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(Struct):
+    """What the model said."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One choice of a chat answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Struct):
+    """What a chunk adds to a message: the role first, then text."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """What is new of one choice."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """One event of a streamed chat answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class ModelCard(Struct):
+    """A name under which the model is served."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "octavo"
+    parent: str | None = None
+
+
+class ModelList(Struct):
+    """Answer of GET /v1/models."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeResponse(Struct):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Struct):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class PrefixCacheInfo(Struct):
+    """What another program needs to compute this server's block keys."""
+
+    enabled: bool
+    root: str
+    """Hex digest of everything that makes KV values."""
+    hash_algorithm: str
+    block_size: int
+
+
+class VersionResponse(Struct):
+    """Answer of GET /version."""
+
+    version: str
+    prefix_cache: PrefixCacheInfo
+
+
+class StatusResponse(Struct):
+    """Answer of GET /health and /ping while the server takes requests."""
+
+    status: Literal["ok"] = field(default="ok")

@@ -1,0 +1,198 @@
+"""What all endpoints share: the engine, the model's names, the threads for text, the metrics, the jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from octavo.config import EngineConfig
+from octavo.messages import CoreStats
+from octavo.models.config import ModelConfig
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.config import ServerConfig
+from octavo.server.errors import ApiError
+from octavo.server.metrics import Metrics
+from octavo.server.text import TextService, Tokenizer
+from octavo.tokenization.chat_template import load_chat_template
+
+ResultBatch = list[tuple[int, RequestOutput]]
+
+
+class Engine(Protocol):
+    """What the server asks of `octavo.async_llm.AsyncLLM`."""
+
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    config: EngineConfig
+    max_model_len: int
+    cache_root: bytes
+    generation_config: dict[str, Any]
+
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    async def check_health(self) -> None: ...
+
+    def stats(self) -> CoreStats: ...
+
+    async def shutdown(self, drain_timeout: float) -> None: ...
+
+
+class Service:
+    """The state of one server.
+
+    `jobs` holds the tasks of requests that the engine is answering; `expired` those among them that
+    the shutdown ended, whose clients are told so.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig):
+        self.engine = engine
+        self.config = config
+        self.names = list(config.served_model_name or [engine.config.model or "default"])
+        self.created = int(time.time())
+        template = engine.config.chat_template
+        self.text = TextService(
+            engine.tokenizer,
+            engine.max_model_len,
+            engine.model_config.vocab_size,
+            config.tokenizer_threads,
+            load_chat_template(template) if template else None,
+        )
+        self.metrics = Metrics(engine.stats, self.names[0], engine.max_model_len)
+        self.jobs: set[asyncio.Task[None]] = set()
+        self.expired: set[asyncio.Task[None]] = set()
+        self.draining = False
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with for the model that a request names (none: the first).
+
+        Raises:
+            ApiError: 404 for a name that is not served.
+        """
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            shown = name if len(name) <= 128 else name[:128] + "…"
+            raise ApiError(
+                404,
+                f"the model {shown!r} is not served here: use {' or '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def check_accepting(self) -> None:
+        """Raises: ApiError: 503 while the server shuts down."""
+        if self.draining:
+            raise ApiError(
+                503,
+                "the server is shutting down: send the request to another one",
+                code="shutting_down",
+                headers={"connection": "close", "retry-after": "5"},
+            )
+
+    async def drain(self, timeout: float, hurry: asyncio.Event) -> None:
+        """Refuse new requests; give the others `timeout` seconds, or until `hurry`; then end them."""
+        self.draining = True
+        until = time.monotonic() + timeout
+        while self.jobs and not hurry.is_set() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        self.expired = set(self.jobs)
+        for job in self.expired:
+            job.cancel()
+        if self.expired:
+            await asyncio.wait(self.expired, timeout=5.0)
+
+    async def results(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int,
+        cache_salt: str | None,
+    ) -> AsyncGenerator[ResultBatch, None]:
+        """Run one or many prompts; yield what is new as (prompt index, result) pairs.
+
+        Closing the generator aborts what still runs. The first error of any prompt ends all.
+        """
+
+        def one(index: int, name: str) -> AsyncGenerator[RequestOutput, None]:
+            return self._one(prompts[index], params, name, priority, cache_salt)
+
+        if len(prompts) == 1:
+            async with aclosing(one(0, request_id)) as stream:
+                async for out in stream:
+                    yield [(0, out)]
+            return
+
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(one(index, f"{request_id}-{index}")) as stream:
+                    async for out in stream:
+                        queue.put_nowait((index, out))
+                queue.put_nowait((index, None))
+            except Exception as error:
+                queue.put_nowait((index, error))
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
+        live = len(tasks)
+        try:
+            while live:
+                news = [await queue.get()]
+                while not queue.empty():
+                    news.append(queue.get_nowait())
+                batch: ResultBatch = []
+                for index, item in news:
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        live -= 1
+                    else:
+                        batch.append((index, item))
+                if batch:
+                    yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        record = self.metrics.start(params)
+        stream = self.engine.generate(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+        try:
+            async for out in stream:
+                for choice in out.outputs:
+                    if choice.finish_reason in ("abort", "error"):
+                        raise ApiError(
+                            500,
+                            f"the engine gave up the request ({choice.finish_reason})",
+                            code="engine_error",
+                        )
+                record.observe(out)
+                yield out
+        finally:
+            record.close()
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()

@@ -1,0 +1,83 @@
+"""Answers as server-sent events, and the watch for clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.errors import ApiError, as_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must pass each event on at once
+]
+
+
+class AsgiResponse(Protocol):
+    """Anything that can answer an HTTP request."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]: ...
+
+
+def event(value: msgspec.Struct) -> bytes:
+    """One server-sent event that holds `value` as JSON."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class EventStream:
+    """An answer made of events; each item of `events` is one write (all events of an engine step).
+
+    Errors before the first item propagate, so that they get their own status; later ones become
+    an event, since the status has been sent.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]):
+        self._events = events
+        self.started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            data = await anext(events)
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            try:
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:
+                await self.fail(as_api_error(error), send)
+            else:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ApiError, send: Send) -> None:
+        """End a stream that has begun with an error event."""
+        await send({"type": "http.response.body", "body": event(error.body()) + DONE, "more_body": False})
+
+
+async def run_while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run `work` (whose request body has been read) and cancel it when the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
