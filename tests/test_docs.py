@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(
-    r"(?P<skip><!-- not run: (?P<reason>[^>]+) -->\s*\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+    r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that the command tells, as JSON values; memory in bytes. Builds the CPU kernels if need be."""
+    """Everything that the command tells, as JSON values; memory in bytes. May build the CPU kernels."""
     from octavo.models.pull import DEFAULT_MODEL, default_model_path, find_default
     from octavo.planning.hardware import detect
     from octavo.version import __version__
@@ -131,8 +131,8 @@ def render(report: dict[str, Any]) -> str:
         _row("octavo", f"{report['octavo']} on Python {report['python']}, {report['system']}"),
         _row(
             "cpu",
-            f"{cpu['model']}, {cpu['architecture']}: {cpu['physical_cores']} cores, {cpu['logical_cores']} threads, "
-            f"{cpu['usable_cores']} usable by this process",
+            f"{cpu['model']}, {cpu['architecture']}: {cpu['physical_cores']} cores, "
+            f"{cpu['logical_cores']} threads, {cpu['usable_cores']} usable by this process",
         ),
     ]
     if cpu["instruction_sets"] is None:

@@ -81,6 +81,7 @@ def _field_docs(cls: type) -> dict[str, str]:
     for node in typing.cast(ast.ClassDef, tree.body[0]).body:
         if last and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docs[last] = str(node.value.value)
-        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        last = node.target.id if is_field else None  # type: ignore[union-attr]
+        last = None
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            last = node.target.id
     return docs
