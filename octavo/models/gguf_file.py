@@ -94,7 +94,8 @@ class GGUFFile:
 
     def _truncated(self) -> ModelError:
         return ModelError(
-            f"{self.path}: the GGUF file ends after {len(self._map)} bytes, before its contents do: fetch it again"
+            f"{self.path}: truncated: the GGUF file has {len(self._map)} bytes and its header says more: "
+            "fetch it again"
         )
 
     def _corrupt(self, what: str) -> ModelError:
@@ -108,7 +109,8 @@ class GGUFFile:
         (self.version,) = struct.unpack_from("<I", self._map, 4)
         if self.version not in (2, 3):
             raise ModelError(
-                f"{self.path}: GGUF version {self.version} is not supported: use a little-endian file of version 2 or 3"
+                f"{self.path}: GGUF version {self.version} is not supported: "
+                "use a little-endian file of version 2 or 3"
             )
         self._num_tensors, count = struct.unpack_from("<QQ", self._map, 8)
         self._pos = 24
