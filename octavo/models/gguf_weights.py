@@ -1,0 +1,105 @@
+"""Weights of a GGUF file under Hugging Face's names and in its row order, decoded one by one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.models.ahead import Job, run_ahead
+from octavo.models.config import ModelConfig
+from octavo.models.gguf_file import GGUFFile, GGUFTensor
+from octavo.models.gguf_quants import dequantize
+from octavo.models.weights import check_weights, map_file
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_QK_NAME = re.compile(r"self_attn\.([qk])_proj\.")
+# Rotary frequencies: part of the config here (gguf_config), not weights.
+_ROTARY = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+# llama.cpp turns the rows of q and k of these so that rotary pairs lie side by side; of the others
+# (qwen2, qwen3) it rotates the halves, as Hugging Face does, and leaves the rows.
+_PERMUTED = ("llama",)
+
+
+def hf_name(name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor of the Llama family, or None if it has none."""
+    if match := _LAYER_NAME.fullmatch(name):
+        part = _LAYER.get(match[2])
+        return f"model.layers.{match[1]}.{part}.{match[3]}" if part else None
+    stem, _, kind = name.rpartition(".")
+    return f"{_TOP[stem]}.{kind}" if stem in _TOP else None
+
+
+def gguf_weights(
+    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+    """Total elements, and the weights one by one in `dtype` on `device`.
+
+    Where a tied model's file stores its one matrix twice, the copy of more bits serves for both ends.
+
+    Raises:
+        ModelError: missing, misshapen or unknown tensors, or an encoding that cannot be decoded.
+    """
+    by_name: dict[str, GGUFTensor] = {}
+    for tensor in file.tensors.values():
+        if _ROTARY.fullmatch(tensor.name):
+            continue
+        name = hf_name(tensor.name)
+        if name is None:
+            raise ModelError(
+                f"{file.path}: tensor {tensor.name!r} has no place in {config.architecture}: "
+                "use a file of a supported kind"
+            )
+        by_name[name] = tensor
+    names = check_weights({name: tensor.shape for name, tensor in by_name.items()}, config, file.path)
+    output = by_name.get("lm_head.weight")
+    if config.tie_word_embeddings and output is not None:
+        if output.nbytes > by_name["model.embed_tokens.weight"].nbytes:
+            by_name["model.embed_tokens.weight"] = output
+    turn = file.architecture in _PERMUTED
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if turn else {}
+
+    data = map_file(file.path, file.path.stat().st_size)
+
+    def job(name: str) -> Job:
+        tensor = by_name[name]
+
+        def make() -> torch.Tensor:
+            raw = data[tensor.offset : tensor.offset + tensor.nbytes]
+            match = _QK_NAME.search(name)
+            if match and heads:
+                raw = _unpermute(raw, tensor.shape[0], heads[match[1]])
+            try:
+                return dequantize(raw, tensor.type_name, tensor.shape, dtype, device)
+            except NotImplementedError:
+                raise ModelError(
+                    f"{file.path}: tensor {tensor.name!r} is stored as {tensor.type_name}, which cannot be "
+                    "decoded: quantize the model to another type"
+                ) from None
+
+        return Job(name, math.prod(tensor.shape), make)
+
+    jobs = [job(name) for name in sorted(names, key=lambda n: by_name[n].offset)]
+    return sum(j.numel for j in jobs), run_ahead(jobs, device)
+
+
+def _unpermute(raw: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of rows, [pair, half] within a head, on whole encoded rows."""
+    return raw.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(-1)

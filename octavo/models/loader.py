@@ -1,0 +1,100 @@
+"""Config, generation defaults and weights of a model, whatever files it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from octavo.errors import ModelError
+from octavo.models.config import ModelConfig
+from octavo.models.gguf_config import generation_config_from_gguf, model_config_from_gguf
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.hf_config import generation_config_from_folder, model_config_from_folder
+from octavo.models.locate import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """The architecture of a model.
+
+    Raises:
+        ModelError: missing or malformed files, or an architecture that is not supported.
+    """
+    if source.kind == "gguf":
+        return model_config_from_gguf(GGUFFile(source.path))
+    return model_config_from_folder(source.path)
+
+
+def load_generation_config(source: ModelSource) -> dict[str, float | int]:
+    """Default sampling settings that the model states, under `SamplingParams`' names; {} if none.
+
+    Among temperature, top_p, top_k, min_p, repetition_penalty.
+
+    Raises:
+        ModelError: malformed files.
+    """
+    if source.kind == "gguf":
+        return generation_config_from_gguf(GGUFFile(source.path))
+    return generation_config_from_folder(source.path)
+
+
+def iterate_weights(
+    source: ModelSource,
+    config: ModelConfig,
+    load_format: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: bool = True,
+    seed: int = 0,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`), once each.
+
+    The set is exactly `weight_shapes(config)`: names and shapes are checked before the first is
+    yielded. A tensor is the consumer's to copy from until it asks for the next.
+
+    Args:
+        load_format: auto, safetensors, gguf or dummy (random weights by `seed`).
+        dtype: of GGUF's and random weights; those of a folder come in the checkpoint's own type, as
+            views of the mapped file on the CPU, and the consumer's copy converts them.
+        device: where GGUF's and random weights are made.
+        progress: show a bar on stderr when it is a terminal.
+
+    Raises:
+        ModelError: weights that are missing, truncated, corrupt, misshapen, or not of this format.
+    """
+    import torch
+    from tqdm import tqdm
+
+    device = torch.device(device)
+    if load_format == "dummy":
+        from octavo.models.dummy import dummy_weights
+
+        unit = "el"
+        total, weights = dummy_weights(config, dtype, device, seed)
+    elif source.kind == "gguf" and load_format in ("auto", "gguf"):
+        from octavo.models.gguf_weights import gguf_weights
+
+        unit = "el"
+        total, weights = gguf_weights(GGUFFile(source.path), config, dtype, device)
+    elif source.kind == "folder" and load_format in ("auto", "safetensors"):
+        from octavo.models.weights import folder_weights
+
+        unit = "B"
+        total, weights = folder_weights(source.path, config, allow_bin=load_format == "auto")
+    else:
+        wanted = "a .gguf file" if load_format == "gguf" else "a folder with safetensors files"
+        raise ModelError(
+            f"load_format={load_format!r} does not fit {source.path}: give {wanted}, or leave it auto"
+        )
+    with tqdm(
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        desc=f"Loading {source.path.name}",
+        disable=None if progress else True,
+    ) as bar:
+        for name, tensor in weights:
+            yield name, tensor
+            bar.update(tensor.numel() if unit == "el" else tensor.numel() * tensor.element_size())
