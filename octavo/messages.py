@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from octavo.kv.format import KVGroup
 from octavo.sampling_params import SamplingParams
 
 
@@ -189,3 +190,28 @@ class StepResult:
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
     extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine must know of the loaded model; found by the workers, equal on all of them.
+
+    Attributes:
+        max_model_len: longest context served, tokens.
+        vocab_size: token ids are below it.
+        groups: the KV groups.
+        num_blocks: blocks of the pool.
+        cache_root: 32-byte root of the block keys.
+        overlap: whether steps run beside the host, so that scheduling ahead pays.
+        max_num_batched_tokens: most rows of a step.
+        summary: start-up figures for the log, by name.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    groups: list[KVGroup]
+    num_blocks: int
+    cache_root: bytes
+    overlap: bool
+    max_num_batched_tokens: int
+    summary: dict[str, str]

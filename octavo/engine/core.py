@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterable
 
 from octavo.config import EngineConfig
-from octavo.engine.executor import Executor, ModelFacts, PendingStep, UniprocExecutor
+from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
 from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from octavo.errors import EngineDeadError
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
-from octavo.messages import CoreOutput, CoreRequest, CoreStats
+from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts
 
 logger = logging.getLogger(__name__)
 

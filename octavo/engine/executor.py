@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import ModelFacts, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -18,30 +16,6 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the engine must know of the loaded model; found by the workers, equal on all of them.
-
-    Attributes:
-        max_model_len: longest context served, tokens.
-        vocab_size: token ids are below it.
-        groups: the KV groups.
-        num_blocks: blocks of the pool.
-        cache_root: 32-byte root of the block keys.
-        overlap: whether steps run beside the host, so that scheduling ahead pays.
-        summary: start-up figures for the log, by name.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    groups: list[KVGroup]
-    num_blocks: int
-    cache_root: bytes
-    overlap: bool
-    max_num_batched_tokens: int
-    summary: dict[str, str]
 
 
 class Executor(ABC):

@@ -13,9 +13,9 @@ import numpy as np
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.executor import Executor, ModelFacts
+from octavo.engine.executor import Executor
 from octavo.kv.format import KVFormat, KVGroup
-from octavo.messages import CoreOutput, CoreRequest, StepPlan, StepResult
+from octavo.messages import CoreOutput, CoreRequest, ModelFacts, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
 
 VOCAB = 1000

@@ -1,0 +1,65 @@
+"""Which device, dtype and threads a worker uses. Nothing touches CUDA before the setting is read."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.planning.hardware import detect_cpu, usable_cores
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a setting: auto, cpu, cuda or cuda:N (counted among the visible ones).
+
+    Raises:
+        ConfigError: no such device.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: PyTorch {torch.__version__} sees no CUDA device here; use device='cpu'")
+    number = int(index) if index.isdigit() else 0
+    if (index and not index.isdigit()) or number >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: only cuda:0 to cuda:{torch.cuda.device_count() - 1} are visible")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
+    """The name of the dtype that weights and activations have.
+
+    `auto` is the checkpoint's own, but float32 on a CPU where the checkpoint's is slow: float16 on
+    any, bfloat16 on one that does not multiply it itself.
+    """
+    if name != "auto":
+        return name
+    if device.type == "cpu" and model.dtype != "float32":
+        return "bfloat16" if detect_cpu().fast_bfloat16 else "float32"
+    if device.type == "cuda" and model.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "float16"
+    return model.dtype
+
+
+def set_threads(config: EngineConfig, device: torch.device) -> int:
+    """Set PyTorch's threads for the calling thread; returns their number.
+
+    On a CPU as many as physical cores that this process may use; beside a GPU one, since the host
+    only prepares small tensors and idle workers would get in its way.
+    """
+    if device.type == "cuda":
+        threads = config.num_threads or 1
+    else:
+        threads = config.num_threads or max(1, min(detect_cpu().physical_cores, usable_cores()))
+    torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,200 @@
+"""Runs steps on one device: gather inputs, forward, sample, scatter. Never waits for the device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.errors import EngineDeadError
+from octavo.kv.format import KVGroup
+from octavo.messages import StepPlan, StepResult, TokenLogprobs
+from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.state import PROMPT_LEN, SamplingState
+from octavo.sampling.verifier import Verifier, VerifyOutput
+from octavo.worker.input_batch import InputBatch, StepInputs
+
+
+class ModelRunner:
+    """Owns a device's model, KV cache, request tables and sampling state.
+
+    Invariant: everything a step reads is on the device before it is launched, or was put there by a
+    step before it on the same stream.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        groups: list[KVGroup],
+        kv_caches: list[torch.Tensor],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        device: torch.device,
+    ):
+        self.model = model
+        self.device = device
+        self.vocab_size = vocab_size
+        self.kv_caches = kv_caches
+        self.batch = InputBatch(max_num_seqs, max_model_len, groups, device)
+        self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
+        self.verifier = Verifier(Sampler(self.sampling))
+        self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step; its result is fetched by `LaunchedStep.wait`."""
+        self.batch.apply(plan)
+        for admission in plan.admissions:
+            self.sampling.add(admission)
+        inputs = self.batch.gather(plan)
+        begin = time.perf_counter()
+        self.model.plan_attention(inputs.meta[0])
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta[0])
+        sampled, logits = None, None
+        if len(inputs.sample_requests):
+            rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
+            logits = self.model.compute_logits(rows)
+        self.forward_seconds += time.perf_counter() - begin
+        if logits is not None:
+            sampled = self._sample(plan, inputs, logits)
+        packed = None
+        if plan.prompt_logprobs is not None:
+            packed = self._prompt_logprobs(plan, inputs, hidden)
+        return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self.device)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor) -> VerifyOutput:
+        chosen = inputs.sample_requests
+        output = self.verifier(
+            logits,
+            plan.slots[chosen],
+            inputs.sample_slots,
+            inputs.sample_ends,
+            self.batch.token_table,
+            max_known=plan.start[chosen] + plan.num_rows[chosen],
+        )
+        self.batch.token_table[inputs.sample_slots, inputs.sample_ends] = output.tokens[:, 0]
+        return output
+
+    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> _PromptPart:
+        """Rows of prompts whose next token is known and wanted: position p tells of token p + 1."""
+        assert plan.prompt_logprobs is not None
+        starts = np.concatenate(([0], np.cumsum(plan.num_rows)))
+        rows, counts, owners = [], [], []
+        for i in np.flatnonzero(plan.prompt_logprobs >= 0):
+            prompt = int(self.sampling.host[PROMPT_LEN, plan.slots[i]])
+            told = min(int(plan.num_rows[i]), prompt - 1 - int(plan.start[i]))
+            rows.append(np.arange(starts[i], starts[i] + max(told, 0)))
+            counts.append(np.full(max(told, 0), plan.prompt_logprobs[i]))
+            owners.append((int(i), max(told, 0)))
+        flat = np.concatenate(rows)
+        if not len(flat):
+            return _PromptPart(owners, None)
+        index = torch.from_numpy(flat).to(self.device)
+        requests = torch.from_numpy(np.repeat([i for i, _ in owners], [told for _, told in owners])).to(self.device)
+        targets = self.batch.token_table[inputs.slots[requests], inputs.positions[index] + 1]
+        packed = prompt_logprobs(
+            lambda lo, hi: self.model.compute_logits(hidden[index[lo:hi]]),
+            targets,
+            np.concatenate(counts),
+            self.vocab_size,
+        )
+        return _PromptPart(owners, packed)
+
+
+@dataclass
+class _PromptPart:
+    """Prompt log-probabilities of a step: (request index, rows told) in order, and the packed rows."""
+
+    owners: list[tuple[int, int]]
+    packed: PackedLogprobs | None
+
+
+class LaunchedStep:
+    """A step on its way: its results are being copied to the host."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sample_requests: np.ndarray,
+        sampled: VerifyOutput | None,
+        prompt: _PromptPart | None,
+        device: torch.device,
+    ):
+        self._plan = plan
+        self._sample_requests = sample_requests
+        self._logprobs = sampled.logprobs if sampled is not None else None
+        self._prompt = prompt
+        self._tokens = self._num_tokens = self._logprob_data = self._prompt_data = None
+        if sampled is not None:
+            self._tokens = _to_host(sampled.tokens)
+            self._num_tokens = _to_host(sampled.num_tokens)
+            if sampled.logprobs is not None:
+                self._logprob_data = _to_host(sampled.logprobs.data)
+        if prompt is not None and prompt.packed is not None:
+            self._prompt_data = _to_host(prompt.packed.data)
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> StepResult:
+        """Block until the results are here.
+
+        Raises:
+            EngineDeadError: the device reported an error that no later step can survive.
+        """
+        if self._event is not None:
+            try:
+                self._event.synchronize()
+            except RuntimeError as error:
+                raise EngineDeadError(f"the device failed: {error}") from error
+        n = len(self._plan.slots)
+        if self._tokens is None or self._num_tokens is None:
+            result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
+        elif len(self._sample_requests) == n:
+            result = StepResult(self._tokens.numpy(), self._num_tokens.numpy())
+        else:
+            tokens = np.zeros((n, self._tokens.shape[1]), np.int32)
+            counts = np.zeros(n, np.int32)
+            tokens[self._sample_requests] = self._tokens.numpy()
+            counts[self._sample_requests] = self._num_tokens.numpy()
+            result = StepResult(tokens, counts)
+        result.logprobs = self._unpack_logprobs(n)
+        result.prompt_logprobs = self._unpack_prompt(n)
+        return result
+
+    def _unpack_logprobs(self, n: int) -> list[list[TokenLogprobs] | None] | None:
+        if self._logprobs is None or self._logprob_data is None:
+            return None
+        out: list[list[TokenLogprobs] | None] = [None] * n
+        for request, entry in zip(
+            self._sample_requests.tolist(), self._logprobs.unpack(self._logprob_data.numpy()), strict=True
+        ):
+            out[request] = None if entry is None else [entry]
+        return out
+
+    def _unpack_prompt(self, n: int) -> list[list[TokenLogprobs] | None] | None:
+        if self._prompt is None:
+            return None
+        out: list[list[TokenLogprobs] | None] = [None] * n
+        entries: list[TokenLogprobs] = []
+        if self._prompt.packed is not None and self._prompt_data is not None:
+            entries = [e for e in self._prompt.packed.unpack(self._prompt_data.numpy()) if e is not None]
+        begin = 0
+        for request, told in self._prompt.owners:
+            out[request] = entries[begin : begin + told]
+            begin += told
+        return out
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,248 @@
+"""A worker: loads its part of the model onto its device, sizes the KV cache, runs steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.kv.format import KVGroup
+from octavo.kv.keys import root_key
+from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
+from octavo.models.config import ModelConfig
+from octavo.models.fingerprint import fingerprint
+from octavo.models.loader import iterate_weights, load_model_config
+from octavo.models.loading import build_model, load_weights
+from octavo.models.locate import find_model
+from octavo.sampling_params import SamplingParams
+from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
+from octavo.worker.memory import kv_budget, num_blocks
+from octavo.worker.model_runner import LaunchedStep, ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Owns one device. `facts` says what was loaded and how much fits.
+
+    Raises (on construction):
+        ConfigError, ModelError: what cannot be loaded or served, in one line.
+    """
+
+    facts: ModelFacts
+
+    def __init__(self, config: EngineConfig):
+        begin = time.perf_counter()
+        self.config = config
+        self.device = choose_device(config.device)
+        threads = set_threads(config, self.device)
+        source = find_model(config.model)
+        self.model_config = load_model_config(source)
+        self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
+        wanted = self._wanted_length(self.model_config)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if self.device.type == "cuda" else 2048)
+        try:
+            self.model = build_model(
+                self.model_config,
+                dtype=DTYPES[self.dtype],
+                device=self.device,
+                attention_backend=config.attention_backend,
+                max_model_len=wanted,
+                block_size=config.block_size,
+            )
+            weights = iterate_weights(
+                source, self.model_config, config.load_format, DTYPES[self.dtype], self.device, seed=config.seed
+            )
+            load_weights(self.model, weights)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the weights of {source.name} do not fit on {self.device}: {str(error).splitlines()[0]}"
+            ) from None
+        loaded = time.perf_counter()
+        self.groups: list[KVGroup] = self.model.kv_groups()
+        self._size_cache(wanted)
+        rope = repr(self.model_config.rope) + f":{wanted}"
+        root = root_key(
+            fingerprint(source, self.model_config, config.load_format, config.seed),
+            self.dtype,
+            ";".join(f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups),
+            rope,
+            config.block_size,
+        )
+        ready = time.perf_counter()
+        self.facts = replace(
+            self.facts,
+            cache_root=root,
+            summary={
+                "model": source.name,
+                "architecture": self.model_config.architecture,
+                "device": self._describe_device(threads),
+                "dtype": self.dtype,
+                "attention": self.model.attention_layers()[0].backend.name,
+                "kv cache": f"{self.facts.num_blocks} blocks of {config.block_size} tokens",
+                "loading": f"{loaded - begin:.2f} s",
+                "profile and cache": f"{ready - loaded:.2f} s",
+            },
+        )
+        if self.device.type == "cuda" and not config.enforce_eager:
+            logger.info("CUDA graphs are not recorded by this version: every step runs eagerly")
+
+    def execute(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step.
+
+        Raises:
+            EngineDeadError: the device can run nothing more.
+        """
+        try:
+            return self.runner.execute(plan)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if "CUDA error" in str(error):  # sticky: every later call fails as well
+                raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error
+            raise
+
+    def close(self) -> None:
+        """Free model and cache."""
+        del self.runner, self.model
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- sizes ----------------------------------------------------------------------------------
+
+    def _wanted_length(self, model: ModelConfig) -> int:
+        """The context to build the model for, before memory is known."""
+        most, asked = model.context_length, self.config.max_model_len
+        if asked is None or asked == "auto":
+            return most
+        assert isinstance(asked, int)
+        if asked > most:
+            raise ConfigError(f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it")
+        return asked
+
+    def _size_cache(self, wanted: int) -> None:
+        """Profile the largest step, allocate the cache, settle `max_model_len`."""
+        config, block_size = self.config, self.config.block_size
+        activations = self._profile(wanted) if self.device.type == "cuda" else 0
+        budget = kv_budget(config, self.device, activations)
+        most = config.max_num_seqs * -(-wanted // block_size)
+        blocks = num_blocks(budget, self.groups, most)
+        length = wanted
+        if blocks * block_size < wanted:
+            if config.max_model_len == "auto":
+                length = blocks * block_size
+                if length < 2:
+                    raise ConfigError(f"the KV cache holds {length} tokens: give it more memory")
+            else:
+                logger.warning(
+                    "the KV cache holds %d tokens, fewer than max_model_len=%d: longer requests will be refused "
+                    "(give it more memory, or set max_model_len)",
+                    blocks * block_size,
+                    wanted,
+                )
+        self.facts = ModelFacts(
+            max_model_len=length,
+            vocab_size=self.model_config.vocab_size,
+            groups=self.groups,
+            num_blocks=blocks,
+            cache_root=b"",
+            overlap=self.device.type == "cuda",
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            summary={},
+        )
+        self.runner = self._make_runner(blocks, length)
+
+    def _make_runner(self, blocks: int, length: int) -> ModelRunner:
+        return ModelRunner(
+            self.model,
+            self.groups,
+            [self._new_cache(group, blocks) for group in self.groups for _ in group.layers],
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=length,
+            vocab_size=self.model_config.vocab_size,
+            device=self.device,
+        )
+
+    def _new_cache(self, group: KVGroup, blocks: int) -> torch.Tensor:
+        shape = (blocks, *group.format.layer_block_shape())
+        dtype = DTYPES[group.format.dtype]
+        if self.device.type == "cpu":
+            # NumPy's zeros cost no memory until they are written; PyTorch's do.
+            raw = np.zeros(blocks * group.format.layer_block_bytes(), np.uint8)
+            return torch.from_numpy(raw).view(dtype).view(shape)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the KV cache does not fit on {self.device}: {str(error).splitlines()[0]} Lower "
+                "gpu_memory_utilization or kv_cache_memory_bytes"
+            ) from None
+
+    def _profile(self, length: int) -> int:
+        """Peak bytes of the largest step, beyond what is allocated now: full budget, full sampling."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        rows = self.max_num_batched_tokens
+        requests = min(self.config.max_num_seqs, rows)
+        counts = np.full(requests, rows // requests, np.int32)
+        counts[: rows % requests] += 1
+        counts = np.minimum(counts, length - 1)
+        per_request = [-(-int(c) // self.config.block_size) for c in counts]
+        firsts = np.concatenate(([0], np.cumsum(per_request)))
+        runner = self._make_runner(int(firsts[-1]), length)
+        kv_bytes = sum(cache.nbytes for cache in runner.kv_caches)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        # top_p and penalties are the sampling that needs most memory.
+        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=1)
+        try:
+            runner.execute(self._profile_plan(counts, firsts, params)).wait()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of max_num_batched_tokens={rows} tokens does not fit on {self.device}: "
+                f"{str(error).splitlines()[0]} Lower max_num_batched_tokens or max_num_seqs"
+            ) from None
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        del runner
+        gc.collect()
+        # Fragmentation and libraries' workspaces are not in PyTorch's count: a twentieth and 256 MiB.
+        return int((peak - before - kv_bytes) * 1.05) + (256 << 20)
+
+    def _profile_plan(self, counts: np.ndarray, firsts: np.ndarray, params: SamplingParams) -> StepPlan:
+        none = np.zeros(0, np.int32)
+        n = len(counts)
+        return StepPlan(
+            step_id=0,
+            admissions=[
+                Admission(
+                    slot=i,
+                    token_ids=np.zeros(int(counts[i]), np.int32),
+                    prompt_len=int(counts[i]),
+                    num_computed=0,
+                    block_ids=[list(range(int(firsts[i]), int(firsts[i + 1]))) for _ in self.groups],
+                    params=params,
+                    seed=i,
+                    eos_token_ids=[],
+                    bad_words_ids=[],
+                )
+                for i in range(n)
+            ],
+            block_updates=[BlockUpdate(none, none, none) for _ in self.groups],
+            slots=np.arange(n, dtype=np.int32),
+            num_rows=counts,
+            start=np.zeros(n, np.int32),
+            samples=np.ones(n, bool),
+        )
+
+    def _describe_device(self, threads: int) -> str:
+        if self.device.type == "cuda":
+            return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
+        return f"cpu ({threads} threads)"
+
