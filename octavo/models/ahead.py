@@ -37,12 +37,15 @@ def run_ahead(jobs: Iterable[Job], device: torch.device) -> Iterator[tuple[str, 
     source = iter(jobs)
     pool = ThreadPoolExecutor(threads, "octavo-load", initializer=torch.set_num_threads, initargs=(1,))
     try:
-        ahead, job = 0, next(source, None)
-        while job is not None or waiting:
-            while job is not None and (len(waiting) < threads or ahead + job.numel <= _MOST_AHEAD):
-                waiting.append((job, pool.submit(job.make)))
-                ahead += job.numel
-                job = next(source, None)
+        ahead = 0
+        following = next(source, None)
+        while following is not None or waiting:
+            while following is not None and (
+                len(waiting) < threads or ahead + following.numel <= _MOST_AHEAD
+            ):
+                waiting.append((following, pool.submit(following.make)))
+                ahead += following.numel
+                following = next(source, None)
             done, future = waiting.popleft()
             yield done.name, future.result()
             del future
