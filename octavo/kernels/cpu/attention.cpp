@@ -1,0 +1,490 @@
+// Paged attention of a ragged batch: causal, grouped queries, optional sliding window.
+//
+// One unit of work is a tile of a request's rows, one KV head, and a range of keys; all query heads
+// of the KV head go together, so every key and value is loaded once for all of them ("lanes" below
+// are the (row, head) pairs of a tile). Softmax is taken online, tile of keys by tile of keys
+// (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2. Two kernels:
+//
+// - FewLanes (a decode step): bound by memory. Dot products along head_dim.
+// - ManyLanes (a chunk of a prompt): bound by arithmetic. Lanes lie along the vectors, scores and
+//   results are held transposed, so neither K nor V has to be: K^T is read as it lies.
+//
+// A request whose rows fit one tile has its context cut in pieces of SPLIT keys, at fixed places: a
+// single long request uses all threads, and its result depends neither on their number nor on
+// the other requests of the batch.
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "common.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+using namespace octavo;
+
+namespace {
+
+constexpr int NV = W == 16 ? 6 : 3;      // vectors of lanes in registers: 4 * NV accumulators
+constexpr int PANEL = NV * W;            // lanes of one pass of the inner kernels
+constexpr int MAX_LANES = 96;            // lanes of a tile, a multiple of PANEL
+constexpr int KEYS = 64;                 // keys of a tile
+constexpr int FEW = W == 16 ? 4 : 3;     // queries of one pass of FewLanes
+constexpr int FEW_LANES = 2 * FEW;       // above this, ManyLanes is the faster
+constexpr int SPLIT = 512;               // keys of a piece of context, a multiple of KEYS
+constexpr float NOTHING = -1e30f;        // running maximum before the first key: finite, so that
+                                         // the difference to a masked score (-inf) is not NaN
+static_assert(MAX_LANES % PANEL == 0 && SPLIT % KEYS == 0, "tiles");
+
+}  // namespace
+
+// One layer's constants, as ops.py fills them. head_dim and block_size are multiples of 4.
+struct AttentionShape {
+    int64_t heads, kv_heads, head_dim, block_size, window;  // window 0: none
+    float scale;
+    int32_t dtype, cache_dtype;
+};
+
+// One step's batch, as ops.py fills it: see AttentionMetadata.
+struct AttentionBatch {
+    const int32_t *query_start, *seq_lens, *block_table;
+    int64_t table_stride, requests;
+    int64_t threads;
+};
+
+namespace {
+
+struct Item {
+    int32_t request, head;    // KV head
+    int32_t row0, rows;       // rows of the tile, counted in the step
+    int32_t pos0;             // position of row0 in its context
+    int32_t key0, key1;       // keys to visit; key0 is a multiple of 4
+    int32_t piece, pieces;    // of the context
+    int32_t counter;          // which countdown the pieces share
+    int64_t partial;          // first float of the piece's partial result
+};
+
+struct Call {
+    AttentionShape s;
+    AttentionBatch b;
+    int64_t group;  // query heads of a KV head
+    const char* q;
+    int64_t q_stride;
+    const char* cache;
+    char* out;
+    int64_t out_stride;
+    float* partials;
+    std::atomic<int32_t>* counters;
+};
+
+inline float element(const char* p, int64_t i, int32_t dtype) {
+    return dtype == FLOAT32 ? ((const float*)p)[i] : to_float(((const bf16*)p)[i]);
+}
+inline void put_element(char* p, int64_t i, int32_t dtype, float x) {
+    if (dtype == FLOAT32)
+        ((float*)p)[i] = x;
+    else
+        put(((bf16*)p)[i], x);
+}
+
+// Where the tile's keys and values lie: a pointer for every 4 keys (4 divides the block size).
+template <class C>
+struct KeyTile {
+    const C *k[KEYS / 4], *v[KEYS / 4];
+
+    void find(const Call& c, const Item& it, int64_t t0, int64_t n) {
+        const int32_t* table = c.b.block_table + it.request * c.b.table_stride;
+        const int64_t plane = c.s.block_size * c.s.head_dim;
+        for (int64_t i = 0; i < n; i += 4) {
+            const int64_t block = table[(t0 + i) / c.s.block_size], offset = (t0 + i) % c.s.block_size;
+            k[i / 4] = (const C*)c.cache + (block * 2 * c.s.kv_heads + it.head) * plane + offset * c.s.head_dim;
+            v[i / 4] = k[i / 4] + c.s.kv_heads * plane;
+        }
+    }
+};
+
+// Running softmax of a lane, and its unnormalised result.
+struct Partial {
+    float *max, *sum, *out;  // [lanes], [lanes], [lanes, head_dim]
+};
+
+// ---------------------------------------------------------------------------------------- FewLanes
+
+// Sums of the elements of 4 vectors.
+inline void sum4(vf a, vf b, vf c, vf d, float* out) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    auto fold = [](__m512 x) {
+        return _mm256_add_ps(_mm512_castps512_ps256(x),
+                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+    };
+#else
+    auto fold = [](__m256 x) { return x; };
+#endif
+    __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(fold(a), fold(b)), _mm256_hadd_ps(fold(c), fold(d)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+#else
+    for (int i = 1; i < W; i++) a[0] += a[i], b[0] += b[i], c[0] += c[i], d[0] += d[i];
+    out[0] = a[0], out[1] = b[0], out[2] = c[0], out[3] = d[0];
+#endif
+}
+
+// scores[m][0..4) = q[m] . k[0..4) for M queries
+template <int M, class C>
+inline void dot4(const float* q, const C* k, int64_t dim, float* scores) {
+    vf acc[M][4] = {};
+    for (int64_t d = 0; d < dim; d += W) {
+        vf qv[M];
+        for (int m = 0; m < M; m++) qv[m] = load(q + m * dim + d);
+        for (int t = 0; t < 4; t++) {
+            vf kv = load(k + t * dim + d);
+            for (int m = 0; m < M; m++) acc[m][t] += qv[m] * kv;
+        }
+    }
+    for (int m = 0; m < M; m++) sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], scores + m * KEYS);
+}
+
+// out[m][d..d+N*W) = alpha[m] * out + p[m] . v over n keys
+template <int M, int N, class C>
+inline void weigh(const float* p, const C* const* v, int64_t n, int64_t dim, int64_t d, const float* alpha, float* out) {
+    vf acc[M][N];
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < N; j++) acc[m][j] = load(out + m * dim + d + j * W) * alpha[m];
+    for (int64_t t = 0; t < n; t++) {
+        const C* row = v[t / 4] + (t % 4) * dim + d;
+        vf vv[N];
+        for (int j = 0; j < N; j++) vv[j] = load(row + j * W);
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < N; j++) acc[m][j] += vv[j] * p[m * KEYS + t];
+    }
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < N; j++) store(out + m * dim + d + j * W, acc[m][j]);
+}
+
+template <class C>
+inline void prefetch_rows(const C* rows, int64_t dim) {
+    for (int64_t i = 0; i < 4 * dim * int64_t(sizeof(C)); i += 64) __builtin_prefetch((const char*)rows + i, 0, 3);
+}
+
+// M lanes from lane `lane` of the item, over the item's keys.
+template <int M, class C>
+void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, const Partial& r) {
+    const int64_t dim = c.s.head_dim;
+    alignas(64) float p[M * KEYS];
+    float alpha[M];
+    int64_t pos[M];
+    for (int m = 0; m < M; m++) pos[m] = it.pos0 + (lane + m) / c.group;
+    KeyTile<C> tile, next;
+    int64_t n = std::min<int64_t>(KEYS, it.key1 - it.key0);
+    next.find(c, it, it.key0, n);
+    for (int64_t t0 = it.key0; t0 < it.key1; t0 += KEYS) {
+        n = std::min<int64_t>(KEYS, it.key1 - t0);
+        tile = next;
+        const int64_t ahead = std::min<int64_t>(KEYS, it.key1 - t0 - KEYS);
+        if (ahead > 0) next.find(c, it, t0 + KEYS, ahead);
+        for (int64_t t = 0; t < n; t += 4) {
+            if (t < ahead) prefetch_rows(next.k[t / 4], dim);
+            dot4<M>(q, tile.k[t / 4], dim, p + t);
+        }
+        for (int m = 0; m < M; m++) {
+            float* s = p + m * KEYS;
+            const int64_t first = c.s.window ? std::max<int64_t>(0, pos[m] - c.s.window + 1 - t0) : 0;
+            const int64_t last = std::min(n, pos[m] + 1 - t0);
+            for (int64_t t = 0; t < std::min(first, n); t++) s[t] = -INFINITY;
+            for (int64_t t = std::max<int64_t>(last, 0); t < (n + W - 1) / W * W; t++) s[t] = -INFINITY;
+            vf top = splat(r.max[m]);
+            for (int64_t t = 0; t < n; t += W) top = vmax(load(s + t), top);
+            float most = top[0];
+            for (int j = 1; j < W; j++) most = std::max(most, top[j]);
+            vf sums = {};
+            for (int64_t t = 0; t < n; t += W) {
+                vf e = exp2_of<vf, vi>(load(s + t) - most);
+                sums += e;
+                store(s + t, e);
+            }
+            alpha[m] = exp2_of<float, int32_t>(r.max[m] - most);
+            float sum = 0;
+            for (int j = 0; j < W; j++) sum += sums[j];
+            r.sum[m] = r.sum[m] * alpha[m] + sum;
+            r.max[m] = most;
+        }
+        int64_t d = 0;
+        for (; d + 4 * W <= dim; d += 4 * W) weigh<M, 4>(p, tile.v, n, dim, d, alpha, r.out);
+        for (; d < dim; d += W) weigh<M, 1>(p, tile.v, n, dim, d, alpha, r.out);
+    }
+}
+
+template <class C>
+void few_lanes(const Call& c, const Item& it, int64_t lanes, const float* q, const Partial& r) {
+    const int64_t dim = c.s.head_dim;
+    for (int64_t lane = 0; lane < lanes;) {
+        const float* ql = q + lane * dim;
+        const Partial rl{r.max + lane, r.sum + lane, r.out + lane * dim};
+        switch (std::min<int64_t>(FEW, lanes - lane)) {
+            case 1: few_lanes<1, C>(c, it, lane, ql, rl), lane += 1; break;
+            case 2: few_lanes<2, C>(c, it, lane, ql, rl), lane += 2; break;
+            case 3: few_lanes<3, C>(c, it, lane, ql, rl), lane += 3; break;
+            default: few_lanes<FEW, C>(c, it, lane, ql, rl), lane += FEW;
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------- ManyLanes
+
+// scores[0..4)[lanes] = k[0..4) . q, q held as [dim, PANEL]
+template <int N>
+inline void scores4(const float* k, const float* q, int64_t dim, float* scores) {
+    vf acc[4][N] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        vf qv[N];
+        for (int j = 0; j < N; j++) qv[j] = load(q + d * PANEL + j * W);
+        for (int t = 0; t < 4; t++)
+            for (int j = 0; j < N; j++) acc[t][j] += qv[j] * k[t * dim + d];
+    }
+    for (int t = 0; t < 4; t++)
+        for (int j = 0; j < N; j++) store(scores + t * PANEL + j * W, acc[t][j]);
+}
+
+// out[d..d+4)[lanes] = alpha[lanes] * out + v[:, d..d+4)^T . p over n keys, p held as [KEYS, PANEL]
+template <int N>
+inline void weigh4(const float* p, const float* const* v, int64_t n, int64_t dim, int64_t d, const vf* alpha, float* out) {
+    vf acc[4][N];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < N; j++) acc[i][j] = load(out + (d + i) * PANEL + j * W) * alpha[j];
+    auto step = [&](const float* row, int64_t t) {
+        vf pv[N];
+        for (int j = 0; j < N; j++) pv[j] = load(p + t * PANEL + j * W);
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < N; j++) acc[i][j] += pv[j] * row[i];
+    };
+    int64_t t = 0;
+    for (; t + 4 <= n; t += 4) {
+        const float* rows = v[t / 4] + d;
+        for (int i = 0; i < 4; i++) step(rows + i * dim, t + i);
+    }
+    for (; t < n; t++) step(v[t / 4] + (t % 4) * dim + d, t);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < N; j++) store(out + (d + i) * PANEL + j * W, acc[i][j]);
+}
+
+// One tile of keys for N vectors of lanes. max, sum: [PANEL]; out: [dim, PANEL]; pos: of the lanes.
+template <int N>
+void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, int64_t dim, const float* q, float* p,
+                     bool masked, const int32_t* pos, int64_t t0, int64_t window, float* max, float* sum, float* out) {
+    for (int64_t t = 0; t < n; t += 4) scores4<N>(k[t / 4], q, dim, p + t * PANEL);
+    vf alpha[N];
+    for (int j = 0; j < N; j++) {
+        const vf before = load(max + j * W);
+        vf top = before;
+        float* pj = p + j * W;
+        if (masked) {
+            vi at;
+            std::memcpy(&at, pos + j * W, sizeof at);
+            const vi from = window ? at - int32_t(window) : at * 0 - 1;  // keys in (from, at] are seen
+            for (int64_t t = 0; t < n; t++) {
+                const vi key = vi{} + int32_t(t0 + t);
+                store(pj + t * PANEL, (key <= at) & (key > from) ? load(pj + t * PANEL) : splat(-INFINITY));
+            }
+        }
+        for (int64_t t = 0; t < n; t++) top = vmax(load(pj + t * PANEL), top);
+        vf s = {};
+        for (int64_t t = 0; t < n; t++) {
+            vf e = exp2_of<vf, vi>(load(pj + t * PANEL) - top);
+            s += e;
+            store(pj + t * PANEL, e);
+        }
+        alpha[j] = exp2_of<vf, vi>(before - top);
+        store(sum + j * W, load(sum + j * W) * alpha[j] + s);
+        store(max + j * W, top);
+    }
+    for (int64_t d = 0; d < dim; d += 4) weigh4<N>(p, v, n, dim, d, alpha, out);
+}
+
+template <int N, class... Args>
+inline void many_lanes_dispatch(int64_t vectors, const Args&... args) {
+    if constexpr (N > 1) {
+        if (vectors < N) return many_lanes_dispatch<N - 1>(vectors, args...);
+    }
+    many_lanes_tile<N>(args...);
+}
+
+// A tile is copied into a buffer as float32, once for all lanes. (For float32 too: scattered blocks
+// of 4 kB compete for the same lines of the first-level cache.)
+template <class C>
+inline void as_float(const KeyTile<C>& tile, int64_t n, int64_t dim, float* buffer, KeyTile<float>& to) {
+    for (int64_t g = 0; g < (n + 3) / 4; g++) {
+        float *k = buffer + g * 4 * dim, *v = k + KEYS * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < 4 * dim; i++) k[i] = to_float(tile.k[g][i]);
+#pragma omp simd
+        for (int64_t i = 0; i < 4 * dim; i++) v[i] = to_float(tile.v[g][i]);
+        to.k[g] = k, to.v[g] = v;
+    }
+}
+
+// Scratch of a thread, in floats: q and out [panels, dim, PANEL], scores [KEYS, PANEL], K and V tiles.
+inline float* scratch(int64_t dim) {
+    static thread_local std::unique_ptr<float[]> memory;
+    static thread_local int64_t size = 0;
+    const int64_t need = 2 * MAX_LANES * dim + KEYS * PANEL + 2 * KEYS * dim + 64;
+    if (size < need) memory.reset(new float[need]), size = need;
+    return (float*)((uintptr_t(memory.get()) + 63) / 64 * 64);
+}
+
+template <class C>
+void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* out, float* rest, float* max, float* sum) {
+    const int64_t dim = c.s.head_dim, panels = (lanes + PANEL - 1) / PANEL;
+    float *p = rest, *buffer = rest + KEYS * PANEL;
+    alignas(64) int32_t pos[MAX_LANES];
+    for (int64_t l = 0; l < panels * PANEL; l++) pos[l] = it.pos0 + int32_t(std::min(l, lanes - 1) / c.group);
+    const int32_t last = it.pos0 + it.rows - 1;
+    for (int64_t t0 = it.key0; t0 < it.key1; t0 += KEYS) {
+        const int64_t n = std::min<int64_t>(KEYS, it.key1 - t0);
+        KeyTile<C> tile;
+        KeyTile<float> f;
+        tile.find(c, it, t0, n);
+        as_float(tile, n, dim, buffer, f);
+        const bool masked = t0 + n - 1 > it.pos0 || (c.s.window && t0 <= last - c.s.window);
+        for (int64_t panel = 0; panel < panels; panel++) {
+            const int64_t at = panel * PANEL, vectors = (std::min<int64_t>(PANEL, lanes - at) + W - 1) / W;
+            many_lanes_dispatch<NV>(vectors, f.k, f.v, n, dim, (const float*)q + at * dim, p, masked, pos + at, t0,
+                                    c.s.window, max + at, sum + at, out + at * dim);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------ work and ends
+
+// Writes a lane's normalised result to the output.
+inline void finish_lane(const Call& c, const Item& it, int64_t lane, const float* out, int64_t stride, float sum) {
+    const int64_t row = it.row0 + lane / c.group, head = it.head * c.group + lane % c.group, dim = c.s.head_dim;
+    const float norm = 1.0f / sum;
+    const int64_t at = row * c.out_stride + head * dim;
+    if (c.s.dtype == FLOAT32)
+        for (int64_t d = 0; d < dim; d++) ((float*)c.out)[at + d] = out[d * stride] * norm;
+    else
+        for (int64_t d = 0; d < dim; d++) put(((bf16*)c.out)[at + d], out[d * stride] * norm);
+}
+
+inline Partial partial_of(const Call& c, const Item& it, int64_t lanes, int64_t piece) {
+    float* p = c.partials + it.partial + (piece - it.piece) * lanes * (c.s.head_dim + 2);
+    return {p, p + lanes, p + 2 * lanes};
+}
+
+// Joins the pieces of a context, in order; done by whichever thread finishes the last of them.
+void join(const Call& c, const Item& it, int64_t lanes) {
+    const int64_t dim = c.s.head_dim;
+    float* out = scratch(dim);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        float max = NOTHING, sum = 0;
+        for (int64_t i = 0; i < it.pieces; i++) max = std::max(max, partial_of(c, it, lanes, i).max[lane]);
+        std::fill(out, out + dim, 0.0f);
+        for (int64_t i = 0; i < it.pieces; i++) {
+            const Partial part = partial_of(c, it, lanes, i);
+            const float alpha = exp2_of<float, int32_t>(part.max[lane] - max);
+            sum += part.sum[lane] * alpha;
+#pragma omp simd
+            for (int64_t d = 0; d < dim; d++) out[d] += part.out[lane * dim + d] * alpha;
+        }
+        finish_lane(c, it, lane, out, 1, sum);
+    }
+}
+
+template <class C>
+void work(const Call& c, const Item& it) {
+    const int64_t dim = c.s.head_dim, lanes = it.rows * c.group;
+    const bool few = lanes <= FEW_LANES && dim % W == 0;
+    const float scale = c.s.scale * LOG2_E;
+    float* q = scratch(dim);
+    float *out = q + MAX_LANES * dim, *rest = out + MAX_LANES * dim;
+    alignas(64) float max[MAX_LANES], sum[MAX_LANES];
+    // Element d of lane l lies at l * dim + d (few) or, by panels, transposed.
+    auto place = [&](int64_t l, int64_t d) { return few ? l * dim + d : l / PANEL * PANEL * dim + d * PANEL + l % PANEL; };
+    const int64_t padded = few ? lanes : (lanes + PANEL - 1) / PANEL * PANEL;
+    if (padded > lanes) std::fill(q + (padded - PANEL) * dim, q + padded * dim, 0.0f);
+    for (int64_t l = 0; l < lanes; l++) {
+        const int64_t from = (it.row0 + l / c.group) * c.q_stride + (it.head * c.group + l % c.group) * dim;
+        for (int64_t d = 0; d < dim; d++) q[place(l, d)] = element(c.q, from + d, c.s.dtype) * scale;
+    }
+    std::fill(out, out + padded * dim, 0.0f);
+    std::fill(max, max + padded, NOTHING);
+    std::fill(sum, sum + padded, 0.0f);
+
+    if (few)
+        few_lanes<C>(c, it, lanes, q, Partial{max, sum, out});
+    else
+        many_lanes<C>(c, it, lanes, q, out, rest, max, sum);
+
+    const int64_t stride = few ? 1 : PANEL;
+    if (it.pieces == 1) {
+        for (int64_t l = 0; l < lanes; l++) finish_lane(c, it, l, out + place(l, 0), stride, sum[l]);
+        return;
+    }
+    const Partial part = partial_of(c, it, lanes, it.piece);
+    std::copy(max, max + lanes, part.max);
+    std::copy(sum, sum + lanes, part.sum);
+    for (int64_t l = 0; l < lanes; l++)
+        for (int64_t d = 0; d < dim; d++) part.out[l * dim + d] = out[place(l, d)];
+    if (c.counters[it.counter].fetch_sub(1, std::memory_order_acq_rel) == 1) join(c, it, lanes);
+}
+
+struct Plan {
+    std::vector<Item> items;
+    std::vector<std::atomic<int32_t>> counters;
+    std::vector<float> partials;
+};
+
+// Cuts the batch into items, the later rows of a prompt first (they see more keys).
+void plan_items(const Call& c, Plan& plan, std::vector<int32_t>& pieces_of) {
+    plan.items.clear();
+    pieces_of.clear();
+    int64_t floats = 0;
+    const int64_t tile_rows = std::max<int64_t>(1, MAX_LANES / c.group);
+    for (int64_t r = 0; r < c.b.requests; r++) {
+        const int64_t start = c.b.query_start[r], rows = c.b.query_start[r + 1] - start, context = c.b.seq_lens[r];
+        for (int64_t tile = (rows + tile_rows - 1) / tile_rows - 1; tile >= 0; tile--) {
+            const int64_t row0 = tile * tile_rows, n = std::min(tile_rows, rows - row0), pos0 = context - rows + row0;
+            const int64_t key1 = pos0 + n;
+            const int64_t key0 = c.s.window ? std::max<int64_t>(0, pos0 - c.s.window + 1) / 4 * 4 : 0;
+            const int64_t first = key0 / SPLIT, pieces = rows > tile_rows ? 1 : (key1 + SPLIT - 1) / SPLIT - first;
+            for (int32_t head = 0; head < c.s.kv_heads; head++) {
+                for (int64_t i = 0; i < pieces; i++) {
+                    Item it{int32_t(r), head, int32_t(start + row0), int32_t(n), int32_t(pos0), 0, 0,
+                            int32_t(i), int32_t(pieces), int32_t(pieces_of.size()), floats};
+                    it.key0 = int32_t(i == 0 ? key0 : (first + i) * SPLIT);
+                    it.key1 = int32_t(i == pieces - 1 ? key1 : (first + i + 1) * SPLIT);
+                    plan.items.push_back(it);
+                    if (pieces > 1) floats += n * c.group * (c.s.head_dim + 2);
+                }
+                if (pieces > 1) pieces_of.push_back(int32_t(pieces));
+            }
+        }
+    }
+    if (plan.counters.size() < pieces_of.size()) plan.counters = std::vector<std::atomic<int32_t>>(pieces_of.size() * 2);
+    for (size_t i = 0; i < pieces_of.size(); i++) plan.counters[i].store(pieces_of[i], std::memory_order_relaxed);
+    if (int64_t(plan.partials.size()) < floats) plan.partials.resize(size_t(floats * 2));
+}
+
+}  // namespace
+
+// q, out: rows of heads, heads contiguous, rows *_stride apart. Every request's rows are written,
+// rows past query_start[requests] are left alone.
+OCTAVO_API int32_t octavo_paged_attention(const AttentionShape* shape, const AttentionBatch* batch, const void* q,
+                                          int64_t q_stride, const void* cache, void* out, int64_t out_stride) {
+    const int64_t group = shape->heads / shape->kv_heads;
+    if (group > MAX_LANES || shape->head_dim % 4 || shape->block_size % 4) return -2;
+    static thread_local Plan plan;
+    static thread_local std::vector<int32_t> pieces_of;
+    Call call{*shape,        *batch,     group,   (const char*)q, q_stride, (const char*)cache,
+              (char*)out, out_stride, nullptr, nullptr};
+    plan_items(call, plan, pieces_of);
+    call.partials = plan.partials.data();
+    call.counters = plan.counters.data();
+    const Item* items = plan.items.data();
+    bool known = with_dtype(shape->cache_dtype, [&](auto t) {
+        parallel_for(int64_t(plan.items.size()), batch->threads, [&](int64_t i) { work<decltype(t)>(call, items[i]); });
+    });
+    return known ? 0 : -1;
+}

@@ -1,0 +1,442 @@
+"""The CPU kernels as functions of tensors. Twins: `octavo.kernels.reference` and, for attention, the
+plain backend of `octavo.layers.attention`.
+
+All take float32 or bfloat16 (`usable` tells). The last dimension, and the heads of a row, must be
+contiguous; rows may be any stride apart, so that slices of a fused q-k-v projection go in as they
+are. Nothing here is differentiable. Call `available()` before anything else: where the library
+cannot be built it says so once in the log, and the caller takes the plain twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+
+import torch
+
+from octavo.kernels.cpu import build
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # `DType` in common.h
+MAX_GROUP = 96  # query heads of one KV head that attention takes (MAX_LANES in attention.cpp)
+
+_lib: ctypes.CDLL | None = None
+_reason: str | None = None
+_loading = threading.Lock()
+
+
+class _CacheShape(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "rot_dim")
+    ] + [("dtype", ctypes.c_int32), ("cache_dtype", ctypes.c_int32)]
+
+
+class AttentionShape(ctypes.Structure):
+    """One layer's constants, `AttentionShape` in attention.cpp; made by `attention_shape`."""
+
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")
+    ] + [("scale", ctypes.c_float), ("dtype", ctypes.c_int32), ("cache_dtype", ctypes.c_int32)]
+
+
+class AttentionBatch(ctypes.Structure):
+    """One step's batch, `AttentionBatch` in attention.cpp; made by `attention_batch`."""
+
+    _fields_ = [
+        ("query_start", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("requests", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+    ]
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    p, n, i, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+    for name, arguments in {
+        "octavo_rms_norm": [p, p, p, n, n, n, n, f, i, i],
+        "octavo_add_rms_norm": [p, p, p, p, n, n, n, f, i, i],
+        "octavo_silu_and_mul": [p, p, n, n, n, i, i],
+        "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, n, i],
+        "octavo_paged_attention": [p, p, p, n, p, p, n],
+        "octavo_argmax": [p, p, n, n, n, i, i],
+        "octavo_gumbel_argmax": [p, p, p, p, i, p, n, n, n, i, i],
+        "octavo_vector_width": [],
+    }.items():
+        function = getattr(lib, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_int32
+
+
+def available() -> bool:
+    """Are the kernels there? The first call builds them if need be (some seconds, once per machine)
+    and logs one line if they cannot be had."""
+    global _lib, _reason
+    if _lib is None and _reason is None:
+        with _loading:
+            if _lib is None and _reason is None:
+                try:
+                    if os.environ.get("OCTAVO_CPU_KERNELS") == "0":
+                        raise build.BuildError("turned off by OCTAVO_CPU_KERNELS=0")
+                    lib = build.load()
+                    _declare(lib)
+                    _lib = lib
+                except build.BuildError as error:
+                    _reason = str(error)
+                    logger.warning("CPU kernels not available, plain PyTorch serves instead: %s", _reason)
+    return _lib is not None
+
+
+def load() -> None:
+    """Makes sure that the kernels are there; raises RuntimeError with the reason if they are not."""
+    _library()
+
+
+def why_not() -> str:
+    """Why the kernels are not available, in one line; empty if they are."""
+    return "" if available() else str(_reason)
+
+
+def usable(x: torch.Tensor) -> bool:
+    """Do the kernels take this tensor (on the CPU, float32 or bfloat16), and are they available?"""
+    return x.dtype in _DTYPES and x.is_cpu and available()
+
+
+def vector_width() -> int:
+    """Floats in a vector of the built library: 16 (AVX-512), 8 (AVX2) or 4."""
+    return int(_library().octavo_vector_width())
+
+
+def _library() -> ctypes.CDLL:
+    if _lib is None and not available():
+        raise RuntimeError(f"CPU kernels not available: {_reason}")
+    assert _lib is not None
+    return _lib
+
+
+def _dtype(x: torch.Tensor, *others: torch.Tensor) -> int:
+    for other in others:
+        if other.dtype is not x.dtype:
+            raise TypeError(f"dtypes differ: {x.dtype} and {other.dtype}")
+    code = _DTYPES.get(x.dtype)
+    if code is None:
+        raise TypeError(f"CPU kernels take float32 and bfloat16, got {x.dtype}")
+    return code
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    """Elements between the rows of `[rows, size]` or `[rows, heads, size]`; all else is contiguous."""
+    strides = x.stride()
+    if strides[-1] != 1 or (len(strides) == 3 and strides[1] != x.shape[2] and x.shape[1] != 1):
+        raise ValueError(f"rows must be contiguous inside, got strides {strides} of {tuple(x.shape)}")
+    return strides[0]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension of `x` (`[rows, size]` or `[rows, heads, size]`): a new tensor."""
+    shape = x.shape
+    out = torch.empty(shape, dtype=x.dtype)
+    heads = 1 if len(shape) == 2 else shape[1]
+    _library().octavo_rms_norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        shape[0],
+        heads,
+        shape[-1],
+        _row_stride(x),
+        eps,
+        _dtype(x, weight),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`residual += x` in place, then RMSNorm of it. `x`, `residual`: `[rows, size]`, `residual` contiguous.
+    Returns the normed rows (new) and `residual`."""
+    if not residual.is_contiguous():
+        raise ValueError(f"the residual must be contiguous, got strides {residual.stride()}")
+    out = torch.empty_like(residual)
+    rows, size = residual.shape
+    _library().octavo_add_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+        _row_stride(x),
+        eps,
+        _dtype(x, weight, residual),
+        torch.get_num_threads(),
+    )
+    return out, residual
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(x[:, :n]) * x[:, n:]` of `[rows, 2 n]`: a new `[rows, n]`."""
+    rows, size = x.shape
+    out = torch.empty((rows, size // 2), dtype=x.dtype)
+    _library().octavo_silu_and_mul(
+        x.data_ptr(), out.data_ptr(), rows, size // 2, _row_stride(x), _dtype(x), torch.get_num_threads()
+    )
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _cache_shape(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, rot_dim: int, dtype: int, cache_dtype: int
+) -> tuple[int, _CacheShape]:
+    shape = _CacheShape(heads, kv_heads, head_dim, block_size, rot_dim, dtype, cache_dtype)
+    return ctypes.addressof(shape), shape
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+    """Rotates `q` `[rows, heads, head_dim]` and `k` `[rows, kv_heads, head_dim]` in place, pairing
+    dimension i with i + rot_dim / 2. `cos_sin`: float32 `[max_position, rot_dim]`, cosines then sines;
+    `positions`: int64 or int32 `[rows]`, all below max_position (not checked)."""
+    _rope_and_write(q, k, None, cos_sin, positions, None, None)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Stores rows `k`, `v` `[rows, kv_heads, head_dim]` in a layer's cache
+    `[num_blocks, 2, kv_heads, block_size, head_dim]` (float32 or bfloat16, contiguous) at the slots
+    `block * block_size + offset` (int64 `[rows]`); a negative slot drops its row."""
+    _rope_and_write(None, k, v, None, None, cache, slot_mapping)
+
+
+def rope_and_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`rotary` and then `write_kv`, in one pass over the rows."""
+    _rope_and_write(q, k, v, cos_sin, positions, cache, slot_mapping)
+
+
+def _rope_and_write(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+) -> None:
+    rows, kv_heads, head_dim = k.shape
+    dtype = _dtype(k)
+    heads = rot_dim = q_at = q_stride = v_at = v_stride = cos_sin_at = positions_at = short = 0
+    cache_at = slots_at = block_size = cache_dtype = 0
+    if q is not None and cos_sin is not None and positions is not None:
+        _dtype(k, q)
+        if cos_sin.dtype is not torch.float32 or not cos_sin.is_contiguous():
+            raise TypeError(f"cos_sin must be contiguous float32, got {cos_sin.dtype}")
+        heads, rot_dim = q.shape[1], cos_sin.shape[1]
+        if rot_dim > head_dim:
+            raise ValueError(f"cos_sin rotates {rot_dim} dimensions of a head that has {head_dim}")
+        q_at, q_stride = q.data_ptr(), _row_stride(q)
+        cos_sin_at, positions_at = cos_sin.data_ptr(), positions.data_ptr()
+        short = positions.dtype is torch.int32
+        if not short and positions.dtype is not torch.int64:
+            raise TypeError(f"positions must be int64 or int32, got {positions.dtype}")
+    if v is not None and cache is not None and slot_mapping is not None:
+        _dtype(k, v)
+        if slot_mapping.dtype is not torch.int64:
+            raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
+        block_size, cache_dtype = _check_cache(cache, kv_heads, head_dim)
+        v_at, v_stride = v.data_ptr(), _row_stride(v)
+        cache_at, slots_at = cache.data_ptr(), slot_mapping.data_ptr()
+    _library().octavo_rope_and_write_kv(
+        _cache_shape(heads, kv_heads, head_dim, block_size, rot_dim, dtype, cache_dtype)[0],
+        q_at,
+        k.data_ptr(),
+        v_at,
+        q_stride,
+        _row_stride(k),
+        v_stride,
+        cos_sin_at,
+        positions_at,
+        short,
+        cache_at,
+        slots_at,
+        rows,
+        torch.get_num_threads(),
+    )
+
+
+def _check_cache(cache: torch.Tensor, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Block size and dtype number of a layer's cache, whose shape must fit."""
+    _, two, cache_heads, block_size, cache_dim = cache.shape
+    if (two, cache_heads, cache_dim) != (2, kv_heads, head_dim) or not cache.is_contiguous():
+        raise ValueError(
+            f"cache must be contiguous [blocks, 2, {kv_heads}, block_size, {head_dim}], got {tuple(cache.shape)}"
+        )
+    return block_size, _dtype(cache)
+
+
+@functools.lru_cache(maxsize=256)
+def attention_shape(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+) -> AttentionShape:
+    """A layer's constants for `attend`. Raises ValueError for a shape that the kernel cannot take."""
+    if (problem := attention_problem(heads, kv_heads, head_dim, block_size)) is not None:
+        raise ValueError(problem)
+    for x in (dtype, cache_dtype):
+        if x not in _DTYPES:
+            raise TypeError(f"CPU kernels take float32 and bfloat16, got {x}")
+    return AttentionShape(
+        heads, kv_heads, head_dim, block_size, window or 0, scale, _DTYPES[dtype], _DTYPES[cache_dtype]
+    )
+
+
+def attention_problem(heads: int, kv_heads: int, head_dim: int, block_size: int) -> str | None:
+    """Why the attention kernel cannot take this shape, or None."""
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        return f"{heads} query heads over {kv_heads} KV heads: must divide, to at most {MAX_GROUP}"
+    if head_dim % 4 or block_size % 4:
+        return f"head_dim {head_dim} and block_size {block_size} must be multiples of 4"
+    return None
+
+
+def attention_batch(
+    query_start: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+) -> AttentionBatch:
+    """A step's batch for `attend`; points into the three int32 tensors, which the caller keeps alive."""
+    for name, x in (("query_start", query_start), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if x.dtype is not torch.int32 or x.stride(-1) != 1:
+            raise TypeError(f"{name} must be int32 with contiguous rows, got {x.dtype}, strides {x.stride()}")
+    return AttentionBatch(
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        block_table.data_ptr(),
+        block_table.stride(0),
+        query_start.shape[0] - 1,
+        torch.get_num_threads(),
+    )
+
+
+def attend(
+    shape: AttentionShape, batch: AttentionBatch, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
+) -> None:
+    """`paged_attention` with prepared constants: what a layer calls each step. Checks no shapes."""
+    status = _library().octavo_paged_attention(
+        ctypes.addressof(shape),
+        ctypes.addressof(batch),
+        q.data_ptr(),
+        _row_stride(q),
+        cache.data_ptr(),
+        out.data_ptr(),
+        _row_stride(out),
+    )
+    if status:
+        raise RuntimeError(f"paged attention refused its arguments (status {status})")
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch over a paged cache, read where it lies.
+
+    Args:
+        q: `[rows, heads, head_dim]`; request i's rows are the last of its context.
+        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`, already holding these rows' K and V.
+        query_start: int32 `[n + 1]`, first row of each request.
+        seq_lens: int32 `[n]`, context lengths.
+        block_table: int32 `[n, max_blocks]`.
+        scale: factor of the scores.
+        sliding_window: a row sees itself and the `sliding_window - 1` tokens before it; None: all.
+        out: like `q`; rows that no request owns are left alone.
+
+    Returns:
+        `out`.
+    """
+    _, heads, head_dim = q.shape
+    kv_heads = cache.shape[2]
+    block_size, _ = _check_cache(cache, kv_heads, head_dim)
+    _dtype(q, out)
+    shape = attention_shape(
+        heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, cache.dtype
+    )
+    attend(shape, attention_batch(query_start, seq_lens, block_table), q, cache, out)
+    return out
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """First index of each row's greatest value (a NaN counts as greatest): `[rows, vocab]` to int64 `[rows]`."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    _library().octavo_argmax(
+        logits.data_ptr(),
+        out.data_ptr(),
+        rows,
+        vocab,
+        _row_stride(logits),
+        _dtype(logits),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor
+) -> torch.Tensor:
+    """Draws from `softmax(logits / temperature)` by Gumbel-max, noise and arg max in one pass.
+
+    The noise of token v is a hash of (k0, k1, v), see `noisy_tile` in sampling.cpp.
+
+    Args:
+        logits: `[rows, vocab]`.
+        temperature: float32 `[rows]`; a row with 0 is taken greedily.
+        k0, k1: int32, uint32 or int64 `[rows]` (both alike), of which the lower 32 bits count.
+
+    Returns:
+        int64 `[rows]`.
+    """
+    rows, vocab = logits.shape
+    if temperature.dtype is not torch.float32:
+        raise TypeError(f"temperature must be float32, got {temperature.dtype}")
+    if k0.dtype is not k1.dtype or k0.dtype not in (torch.int32, torch.uint32, torch.int64):
+        raise TypeError(f"k0 and k1 must both be int32, uint32 or int64, got {k0.dtype} and {k1.dtype}")
+    if not (temperature.is_contiguous() and k0.is_contiguous() and k1.is_contiguous()):
+        raise ValueError("temperature, k0 and k1 must be contiguous")
+    out = torch.empty(rows, dtype=torch.int64)
+    _library().octavo_gumbel_argmax(
+        logits.data_ptr(),
+        temperature.data_ptr(),
+        k0.data_ptr(),
+        k1.data_ptr(),
+        k0.dtype is torch.int64,
+        out.data_ptr(),
+        rows,
+        vocab,
+        _row_stride(logits),
+        _dtype(logits),
+        torch.get_num_threads(),
+    )
+    return out
