@@ -149,6 +149,10 @@ class RequestRecord:
         if out.finished:
             self._finish(out)
 
+    def refused(self) -> None:
+        """The engine did not take the request: it never ran, so that nothing of it counts."""
+        self._closed = True
+
     def close(self) -> None:
         """The request is over; choices that have not finished were aborted."""
         if not self._closed:

@@ -6,7 +6,7 @@ field that is None counts as left out.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
@@ -90,21 +90,26 @@ class ChatMessage(Struct):
     """Refused by this version."""
 
 
-class TemplateFields(Struct, kw_only=True):
-    """How a conversation becomes a prompt."""
+class TemplateFields(Protocol):
+    """How a conversation becomes a prompt (structs cannot have two bases, so each states these fields)."""
 
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: str | None = None
     """A Jinja template; only if the server was started with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(SamplingFields, TemplateFields, kw_only=True):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -119,12 +124,18 @@ class ChatRequest(SamplingFields, TemplateFields, kw_only=True):
     """Accepted for compatibility; without effect."""
 
 
-class TokenizeRequest(TemplateFields, kw_only=True):
+class TokenizeRequest(Struct, kw_only=True):
     """Body of POST /tokenize: a prompt or messages, not both."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    """A Jinja template; only if the server was started with --trust-request-chat-template."""
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

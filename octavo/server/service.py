@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
+from octavo.errors import RequestError
 from octavo.messages import CoreStats
 from octavo.models.config import ModelConfig
 from octavo.outputs import RequestOutput
@@ -191,6 +192,9 @@ class Service:
                         )
                 record.observe(out)
                 yield out
+        except RequestError:
+            record.refused()
+            raise
         finally:
             record.close()
             close = getattr(stream, "aclose", None)

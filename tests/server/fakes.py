@@ -1,0 +1,187 @@
+"""An engine without a model: deterministic text, failures and delays on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import types
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.errors import EngineDeadError, RequestError
+from octavo.messages import CoreStats, RequestMetrics
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+VOCAB = 260
+EOS = 257
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; 256 and 257 are special (begin and end)."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return ([256] if add_special_tokens else []) + list(text.encode())
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        table = self.byte_table(skip_special_tokens)
+        return b"".join(table[i] for i in ids).decode("utf-8", "replace")
+
+    def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        table = {i: bytes([i]) for i in range(256)}
+        for i in range(256, VOCAB):
+            table[i] = b"" if skip_special_tokens else b"<%d>" % i
+        return table
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        from octavo.tokenization.chat_template import render_chat
+
+        template = chat_template or (
+            "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+            "{% if not loop.last or add_generation_prompt %}{{ '\\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}"
+        )
+        return render_chat(template, messages, {}, add_generation_prompt, continue_final_message, **kwargs)
+
+
+class FakeEngine:
+    """Answers every prompt with `text`, a byte a token, over and over until max_tokens.
+
+    `delay` is the time between tokens, `per_step` their number; `kill()` makes it dead.
+    """
+
+    def __init__(self, text: str = "héllo 🙂 world. ", delay: float = 0.0, per_step: int = 1, **config: Any):
+        self.config = EngineConfig(model="some/model", **config)
+        self.model_config = types.SimpleNamespace(vocab_size=VOCAB)
+        self.tokenizer: Any = ByteTokenizer()
+        self.max_model_len = 200
+        self.cache_root = bytes(range(32))
+        self.generation_config: dict[str, Any] = {}
+        self.delay = delay
+        self.per_step = per_step
+        self.answer = text.encode()
+        self.live: set[str] = set()
+        self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.aborted = 0
+        self.generated = 0
+        self.dead = asyncio.Event()
+        self.cached: dict[tuple[int, ...], int] = {}
+        self.down = False
+
+    def kill(self) -> None:
+        self.dead.set()
+
+    async def check_health(self) -> None:
+        if self.dead.is_set():
+            raise EngineDeadError("killed by a test")
+
+    def stats(self) -> CoreStats:
+        return CoreStats(num_running=len(self.live), generation_tokens=self.generated, prefix_cache_queries=7)
+
+    async def shutdown(self, drain_timeout: float) -> None:
+        self.down = True
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        await self.check_health()
+        self.seen.append((prompt, params, {"id": request_id, "priority": priority, "cache_salt": cache_salt}))
+        self._check(prompt, request_id)
+        assert request_id is not None
+        self.live.add(request_id)
+        finished = False
+        try:
+            async for out in self._steps(prompt, params, request_id):
+                yield out
+            finished = True
+        finally:
+            self.live.discard(request_id)
+            self.aborted += not finished
+
+    def _check(self, prompt: list[int], request_id: str | None) -> None:
+        if request_id in self.live:
+            raise RequestError(f"request_id={request_id!r} is in use", "request_id")
+        for token in prompt:
+            if not 0 <= token < VOCAB:
+                raise RequestError(f"token id {token} is outside the vocabulary of {VOCAB}", "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context {self.max_model_len}", "prompt"
+            )
+
+    async def _steps(
+        self, prompt: list[int], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        total = min(params.max_tokens or self.max_model_len, self.max_model_len - len(prompt))
+        metrics = RequestMetrics(time.time(), time.time() + 1e-4, time.time() + 2e-4)
+        cached = self.cached.get(tuple(prompt), 0)
+        self.cached[tuple(prompt)] = len(prompt) // 16 * 16
+        delta = params.output_kind == RequestOutputKind.DELTA
+        tokens = [self.answer[i % len(self.answer)] for i in range(total)]
+        told = 0  # bytes of text told so far
+        for start in range(0, total, self.per_step):
+            if self.delay:
+                try:
+                    await asyncio.wait_for(self.dead.wait(), self.delay)
+                except asyncio.TimeoutError:
+                    pass
+                await self.check_health()
+            else:
+                await asyncio.sleep(0)
+            end = min(start + self.per_step, total)
+            last = end == total
+            self.generated += (end - start) * params.n
+            if not delta and not last:
+                continue
+            metrics.last_token_time = time.time()
+            first = start if delta else 0
+            whole = end if last else _character_end(tokens, end)
+            text = bytes(tokens[told if delta else 0 : whole]).decode("utf-8", "replace")
+            told = max(told, whole)
+            outputs = [
+                CompletionOutput(
+                    index,
+                    text,
+                    tokens[first:end],
+                    0.0,
+                    [self._logprobs(t, params.logprobs) for t in tokens[first:end]]
+                    if params.logprobs is not None
+                    else None,
+                    "length" if last else None,
+                )
+                for index in range(params.n)
+            ]
+            top = params.prompt_logprobs
+            prompt_logprobs = None
+            if top is not None and first == 0:
+                prompt_logprobs = [None, *(self._logprobs(t, top) for t in prompt[1:])]
+            yield RequestOutput(request_id, None, prompt, outputs, last, prompt_logprobs, cached, metrics)
+
+    def _logprobs(self, token: int, top: int) -> dict[int, Logprob]:
+        entries = {token: Logprob(-1.5, 3)}
+        for rank in range(top):
+            entries.setdefault(
+                (token + 1 + rank) % 128, Logprob(-0.5 - rank if rank < 2 else -2.0 - rank, rank + 1)
+            )
+        return entries
+
+
+def _character_end(tokens: list[int], end: int) -> int:
+    """The largest index up to `end` at which no character is cut."""
+    while end and end < len(tokens) and tokens[end] & 0xC0 == 0x80:
+        end -= 1
+    return end

@@ -1,0 +1,73 @@
+"""Who may ask: API keys, CORS, model names, the defaults of the settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.server.config import ServerConfig
+from tests.server.conftest import running
+
+BODY = {"prompt": "a", "max_tokens": 1}
+
+
+def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "third")
+    with running(api_key=["one", "two"]) as server:
+        for header in (None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer o ne"):
+            headers = {} if header is None else {"authorization": header}
+            for path in ("/v1/completions", "/tokenize", "/nothing"):
+                response = server.post(path, BODY, headers=headers)
+                assert response.status_code == 401, (header, path)
+                assert response.json()["error"]["code"] == "invalid_api_key"
+            assert server.client.get("/metrics", headers=headers).status_code == 401
+        for key in ("one", "two", "third"):
+            answer = server.post("/v1/completions", BODY, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        assert server.client.get("/health").status_code == 200
+        assert server.client.get("/ping").status_code == 200
+
+
+def test_open_without_keys() -> None:
+    with running() as server:
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_cors_only_when_asked_for() -> None:
+    headers = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    with running() as server:
+        answer = server.client.get("/health", headers=headers)
+        assert "access-control-allow-origin" not in answer.headers
+    with running(allowed_origins=["https://page.example"], api_key=["k"]) as server:
+        assert server.client.options("/v1/completions", headers=headers).status_code == 200
+        answer = server.client.get("/health", headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        other = server.client.get("/health", headers={"origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_served_model_names() -> None:
+    with running(served_model_name=["a", "b/c"]) as server:
+        assert [card["id"] for card in server.client.get("/v1/models").json()["data"]] == ["a", "b/c"]
+        assert server.client.get("/v1/models/b/c").json()["root"] == "some/model"
+        for name, told in ((None, "a"), ("a", "a"), ("b/c", "b/c")):
+            assert server.post("/v1/completions", BODY | {"model": name}).json()["model"] == told
+        assert server.post("/v1/completions", BODY | {"model": "some/model"}).status_code == 404
+
+
+def test_settings_are_checked() -> None:
+    assert ServerConfig().host == "127.0.0.1"
+    for bad in ({"port": 70000}, {"drain_timeout": -1.0}, {"tokenizer_threads": 0}, {"max_request_bytes": 1}):
+        with pytest.raises(ConfigError):
+            ServerConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_version_tells_the_cache_root() -> None:
+    with running() as server:
+        cache = server.client.get("/version").json()["prefix_cache"]
+        assert cache == {
+            "enabled": True,
+            "root": bytes(range(32)).hex(),
+            "hash_algorithm": "sha256",
+            "block_size": 16,
+        }

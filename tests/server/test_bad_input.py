@@ -1,0 +1,198 @@
+"""Bad input: 4xx in OpenAI's error shape, and the streams of others go on unchanged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Running, running
+from tests.server.fakes import FakeEngine
+from tests.server.test_chat import TEXT, events
+
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [260]}, "prompt"),
+    ({"prompt": [2**40]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt[0]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": None}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": "NaN"}, "temperature"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 10**9}, "n"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "stop": "x" * 2**20}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 1000}, "stop"),
+    ({"prompt": "a", "stop": [""]}, "stop"),
+    ({"prompt": "a", "stop": [1]}, "stop[0]"),
+    ({"prompt": "a", "stop_token_ids": [2**40], "min_tokens": 3}, "stop_token_ids"),
+    ({"prompt": "a", "seed": 2**70}, "seed"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": "x" * 129}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": "a@b"}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": "a\\b"}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": "a\0b"}, "cache_salt"),
+    ({"prompt": "a", "request_id": "a b"}, "request_id"),
+    ({"prompt": "a", "priority": 2**40}, "priority"),
+    ({"prompt": "x" * 100_000}, "prompt"),
+    ({"prompt": ["a"] * 2000}, "prompt"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    (
+        {"messages": MESSAGES, "chat_template_kwargs": {"a": json.loads("[" * 90 + "]" * 90)}},
+        "chat_template_kwargs",
+    ),
+    (
+        {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+    ),
+    ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+]
+
+
+def check_error(response: Any, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert "\n" not in body["error"]["message"]
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    with running(FakeEngine(delay=0.005), max_request_bytes=2 * 2**20) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def victim(slow: Running) -> Iterator[None]:
+    """A stream that runs while the bad requests come: it must be whole at the end."""
+    stop, seen = threading.Event(), []
+
+    def run() -> None:
+        while not stop.is_set():
+            chunks = events(slow, TEXTS, {"prompt": "v", "max_tokens": 60})
+            seen.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(10)
+    assert seen and set(seen) == {(TEXT.encode() * 9)[:60].decode()}
+
+
+@pytest.mark.usefixtures("victim")
+@pytest.mark.parametrize(("body", "param"), BAD_TEXTS)
+def test_completions(slow: Running, body: dict[str, Any], param: str) -> None:
+    assert check_error(slow.post(TEXTS, body))["param"] == param
+
+
+@pytest.mark.usefixtures("victim")
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
+def test_chats(slow: Running, body: dict[str, Any], param: str) -> None:
+    assert check_error(slow.post(CHAT, body))["param"] == param
+    assert check_error(slow.post(CHAT, body | {"stream": True}))["param"] == param
+
+
+@pytest.mark.usefixtures("victim")
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        rb'{"prompt": "\ud800"}',
+        rb'{"prompt": "\udc00 and more"}',
+        rb'{"prompt": "a", "stop": "\ud800x"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+    ],
+    ids=range(13),
+)
+def test_malformed_json(slow: Running, raw: bytes) -> None:
+    check_error(slow.client.post(TEXTS, content=raw))
+
+
+def test_body_limit(slow: Running) -> None:
+    big = b'{"prompt": "' + b"x" * (3 * 2**20) + b'"}'
+    assert check_error(slow.client.post(TEXTS, content=big), 413)["code"] == "request_too_large"
+    chunked = (big[i : i + 65536] for i in range(0, len(big), 65536))
+    check_error(slow.client.post(TEXTS, content=chunked), 413)
+
+
+def test_request_id_in_use(slow: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 40, "request_id": "twice"}
+    with slow.client.stream("POST", TEXTS, json=body | {"stream": True}) as first:
+        lines = first.iter_lines()
+        next(lines)
+        assert check_error(slow.post(TEXTS, body))["param"] == "request_id"
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert slow.post(TEXTS, body | {"max_tokens": 1}).status_code == 200
+
+
+def test_unknown_model_and_paths(server: Running) -> None:
+    assert (
+        check_error(server.post(TEXTS, {"prompt": "a", "model": "gpt-9"}), 404)["code"] == "model_not_found"
+    )
+    check_error(server.client.get("/v1/models/gpt-9"), 404)
+    check_error(server.client.get("/v1/nothing"), 404)
+    check_error(server.client.get(TEXTS), 405)
+
+
+def test_fields_that_ask_for_nothing_pass(server: Running) -> None:
+    harmless = {
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "best_of": 1, "user": "u",
+        "modalities": ["text"], "store": False, "parallel_tool_calls": True, "n": 1, "temperature": None,
+    }  # fmt: skip
+    assert server.post(CHAT, {"messages": MESSAGES} | harmless).status_code == 200
+
+
+def test_unknown_field_warns_with_the_nearest(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert server.post(CHAT, {"messages": MESSAGES, "temprature": 1}).status_code == 200
+    assert "'temprature' (did the client mean temperature?)" in caplog.text
+
+
+def test_surprises_are_not_shown() -> None:
+    engine = FakeEngine()
+    engine._check = lambda *args: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with running(engine) as server:
+        error = check_error(server.post(TEXTS, {"prompt": "a"}), 500)
+        assert "division" not in error["message"] and error["type"] == "server_error"

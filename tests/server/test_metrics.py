@@ -1,0 +1,65 @@
+"""Metrics count each event once, however a request ends."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import Running, running
+from tests.server.fakes import FakeEngine
+
+
+def scrape(server: Running) -> dict[str, float]:
+    text = server.client.get("/metrics").text
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "some/model"
+            reason = sample.labels.get("finished_reason")
+            if "le" not in sample.labels:
+                samples[sample.name + (f"/{reason}" if reason else "")] = sample.value
+    return samples
+
+
+def test_counts_add_up() -> None:
+    with running(FakeEngine(delay=0.002)) as server:
+        body = {"prompt": "abc", "max_tokens": 10}
+        for stream in (False, True):
+            for n in (1, 2):
+                answer = server.post("/v1/completions", body | {"stream": stream, "n": n})
+                assert answer.status_code == 200
+        for _ in range(3):
+            with server.client.stream(
+                "POST", "/v1/completions", json=body | {"stream": True, "max_tokens": 150}
+            ) as r:
+                next(r.iter_lines())
+        for _ in range(200):
+            if not server.engine.live:
+                break
+            time.sleep(0.01)
+        found = scrape(server)
+    assert found["vllm:request_success_total/length"] == 6
+    assert found["vllm:request_success_total/abort"] == 3
+    assert found["vllm:request_success_total/stop"] == 0
+    assert found["vllm:time_to_first_token_seconds_count"] == 7
+    assert found["vllm:e2e_request_latency_seconds_count"] == 4
+    assert found["vllm:request_generation_tokens_sum"] == 60
+    assert found["vllm:request_prompt_tokens_sum"] == 16
+    assert found["vllm:num_requests_running"] == 0
+    assert found["vllm:generation_tokens_total"] == server.engine.generated
+    assert found["vllm:inter_token_latency_seconds_count"] >= 2 * 9
+    for name in (
+        "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total", "vllm:prompt_tokens_total",
+        "vllm:request_queue_time_seconds_count", "vllm:request_time_per_output_token_seconds_count",
+    ):  # fmt: skip
+        assert name in found
+
+
+def test_refused_requests_leave_no_latency() -> None:
+    with running() as server:
+        assert server.post("/v1/completions", {"prompt": [-1]}).status_code == 400
+        found = scrape(server)
+    assert found["vllm:time_to_first_token_seconds_count"] == 0
+    assert found["vllm:request_success_total/abort"] == 0
