@@ -20,7 +20,6 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
 _ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
@@ -204,6 +203,8 @@ def _rope(raw: dict[str, Any], family: _Family, head_dim: int, positions: int, w
         params["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     else:
         params.setdefault("original_max_position_embeddings", positions)
+    if kind == "yarn":
+        params.setdefault("factor", positions / params["original_max_position_embeddings"])
     if kind == "default":
         params = {}
     return RopeConfig(theta=float(theta), dim=int(head_dim * float(partial)), kind=kind, params=params)
