@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.kernels import ops
+
 if TYPE_CHECKING:
     from octavo.kv.format import KVFormat
 
@@ -32,6 +34,7 @@ class AttentionMetadata:
         num_rows: rows of the step.
         max_query_len: host's upper bound of a request's rows (1: pure decode).
         max_seq_len: host's upper bound of `seq_lens`.
+        num_decodes: how many leading requests have exactly one row; a hint, 0 is always right.
         plan: whatever the backend's `plan` prepared for this step.
     """
 
@@ -43,6 +46,7 @@ class AttentionMetadata:
     num_rows: int
     max_query_len: int
     max_seq_len: int
+    num_decodes: int = 0
     plan: object = None
 
 
@@ -65,8 +69,42 @@ class AttentionBackend(ABC):
         """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""
 
     @abstractmethod
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
         """Store rows `k`, `v` (`[rows, num_kv_heads, head_dim]`) at `meta.slot_mapping`."""
+
+    def rotary_and_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        """Normalize each head of `q` and `k` (if weights are given), rotate them, store `k` and `v`.
+
+        `q`, `k` and `v` may be views of one QKV product and may be overwritten. Returns the `q` to
+        attend with. Override it where one kernel does all of it.
+
+        Args:
+            q: `[rows, num_heads, head_dim]`.
+            k, v: `[rows, num_kv_heads, head_dim]`.
+            cos_sin: float32 `[max_position, rotary_dim]`, cosines in the first half, then sines.
+            positions: int64 `[rows]`.
+            q_weight, k_weight: `[head_dim]` each, or both None (Qwen3's norms).
+            eps: of the norms.
+        """
+        if q_weight is not None and k_weight is not None:
+            q, k = ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)
+        ops.rotary(q, k, cos_sin, positions)
+        self.write_kv(k, v, cache, meta)
+        return q
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
@@ -92,7 +130,9 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
         slots = meta.slot_mapping
         kept = slots >= 0
         if not bool(kept.all()):

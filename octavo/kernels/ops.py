@@ -1,0 +1,128 @@
+"""Small operations of layers and sampler, each by the fastest kernel for its tensors' device.
+
+Signatures and meaning are those of `reference` and `reference_sampling`, which also run on devices without
+kernels of their own and for dtypes that they do not take (float16 on a CPU). Where a device's kernels
+cannot be had (no C++ compiler, no Triton), one warning says so and the plain versions run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from octavo.kernels import reference, reference_sampling
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(NamedTuple):
+    """One implementation of every operation, and its name for `octavo env` and the logs."""
+
+    name: str
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+    ]
+    rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    argmax: Callable[[torch.Tensor], torch.Tensor]
+    gumbel_argmax: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+REFERENCE = Kernels(
+    "torch",
+    reference.rms_norm,
+    reference.add_rms_norm,
+    reference.rotary,
+    reference.silu_and_mul,
+    reference_sampling.argmax,
+    reference_sampling.gumbel_argmax,
+)
+
+
+def _cpu(dtype: torch.dtype) -> Kernels:
+    cpu: Any = importlib.import_module("octavo.kernels.cpu.ops")
+    if dtype not in (torch.float32, torch.bfloat16) or not cpu.available():
+        return REFERENCE
+    return Kernels(
+        "cpu",
+        cpu.rms_norm,
+        cpu.add_rms_norm,
+        cpu.rotary,
+        cpu.silu_and_mul,
+        cpu.argmax,
+        cpu.gumbel_argmax,
+    )
+
+
+def _triton(dtype: torch.dtype) -> Kernels:
+    try:
+        norm: Any = importlib.import_module("octavo.kernels.triton.norm")
+    except ImportError as error:
+        logger.warning("Triton is not available (%s): layers run in plain PyTorch, slowly", error)
+        return REFERENCE
+    rotary_kv: Any = importlib.import_module("octavo.kernels.triton.rotary_kv")
+    activation: Any = importlib.import_module("octavo.kernels.triton.activation")
+    sampling: Any = importlib.import_module("octavo.kernels.triton.sampling")
+
+    def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+        rotary_kv.rotary_and_write_kv(q, k, k, cos_sin, positions)  # without a cache it only rotates
+
+    return Kernels(
+        "triton",
+        norm.rms_norm,
+        norm.add_rms_norm,
+        rotary,
+        activation.silu_and_mul,
+        sampling.argmax,
+        sampling.gumbel_argmax,
+    )
+
+
+_BY_DEVICE: dict[str, Callable[[torch.dtype], Kernels]] = {"cpu": _cpu, "cuda": _triton}
+
+
+@functools.cache
+def kernels_for(device_type: str, dtype: torch.dtype) -> Kernels:
+    """The operations that tensors of a device type ("cpu", "cuda", …) and dtype go through."""
+    make = _BY_DEVICE.get(device_type)
+    return REFERENCE if make is None else make(dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `reference.rms_norm`."""
+    return kernels_for(x.device.type, x.dtype).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.add_rms_norm`: `residual` is overwritten."""
+    return kernels_for(x.device.type, x.dtype).add_rms_norm(x, residual, weight, eps)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+    """See `reference.rotary`: `q` and `k` are overwritten."""
+    kernels_for(q.device.type, q.dtype).rotary(q, k, cos_sin, positions)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `reference.silu_and_mul`."""
+    return kernels_for(x.device.type, x.dtype).silu_and_mul(x)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """See `reference_sampling.argmax`."""
+    return kernels_for(logits.device.type, logits.dtype).argmax(logits)
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor
+) -> torch.Tensor:
+    """See `reference_sampling.gumbel_argmax`."""
+    return kernels_for(logits.device.type, logits.dtype).gumbel_argmax(logits, temperature, k0, k1)

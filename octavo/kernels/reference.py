@@ -1,0 +1,77 @@
+"""Plain PyTorch twins of the kernels: what each one means, on any device, and the oracle of its tests.
+
+All compute in float32 inside and round to the tensors' dtype where Transformers' Llama rounds, so
+that in bfloat16 they agree with it, and in float32 to the last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (arXiv 1910.07467).
+
+    Args:
+        x: `[..., size]`, float32, bfloat16 or float16; any strides.
+        weight: `[size]`, of `x`'s dtype.
+        eps: added to the mean square.
+
+    Returns:
+        A new tensor of `x`'s shape and dtype.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a sublayer's output to the residual stream, in place, and normalizes the sum.
+
+    Args:
+        x: `[rows, size]`.
+        residual: `[rows, size]`, overwritten with `x + residual` in its dtype.
+        weight: `[size]`.
+        eps: added to the mean square.
+
+    Returns:
+        The normalized sum (a new tensor) and `residual`.
+    """
+    residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+    """Rotates `q` and `k` in place by their positions (RoPE, arXiv 2104.09864).
+
+    Pairs are "neox" ones: dimension i turns with dimension `i + rotary_dim / 2`; dimensions from
+    `rotary_dim` on are left alone.
+
+    Args:
+        q: `[rows, heads, head_dim]`; may be a view.
+        k: `[rows, kv_heads, head_dim]`; may be a view.
+        cos_sin: float32 `[max_position, rotary_dim]`, cosines in the first half, then sines.
+        positions: int64 `[rows]`.
+    """
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    half = cos.shape[-1]
+    for x in (q, k):
+        low, high = x[..., :half].float(), x[..., half : 2 * half].float()
+        x[..., :half] = (low * cos - high * sin).to(x.dtype)
+        x[..., half : 2 * half] = (high * cos + low * sin).to(x.dtype)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(x[..., :n]) * x[..., n:]` (SwiGLU's gate, arXiv 2002.05202).
+
+    Args:
+        x: `[..., 2 n]`, the gate's half, then the other.
+
+    Returns:
+        `[..., n]`, same dtype.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up

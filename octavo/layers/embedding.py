@@ -1,0 +1,113 @@
+"""The vocabulary's two matrices, both split over ranks by tokens: embedding and output head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from octavo.layers.layer import BuildContext, Layer, LoadTarget, empty_parameter
+from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.linear_method import LinearMethod, Shard
+
+
+def vocab_range(vocab_size: int, group: TensorParallelGroup) -> tuple[int, int, int]:
+    """Of a vocabulary padded to a multiple of the ranks: rows per rank, this rank's first token, and
+    how many of its rows are real tokens (the rest, at the end, are padding)."""
+    rows = -(-vocab_size // group.size)
+    first = group.rank * rows
+    return rows, first, max(0, min(rows, vocab_size - first))
+
+
+class VocabEmbedding(Layer):
+    """Token ids int `[rows]` to vectors `[rows, hidden_size]`; a rank looks up its own tokens only."""
+
+    weight: torch.nn.Parameter
+    group: TensorParallelGroup
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self.group = build.group
+        self.rows, self.first, self.real = vocab_range(self.vocab_size, build.group)
+        self.weight = empty_parameter(self.rows, self.hidden_size, build=build)
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        return {f"{prefix}.weight": LoadTarget((self.vocab_size, self.hidden_size), self._load)}
+
+    def _load(self, tensor: torch.Tensor) -> None:
+        self.weight[: self.real].copy_(tensor[self.first : self.first + self.real])
+        self.weight[self.real :].zero_()
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        mine = (local >= 0) & (local < self.rows)
+        vectors = F.embedding(local.where(mine, 0), self.weight)
+        return self.group.all_reduce(vectors * mine.unsqueeze(-1))
+
+
+class LMHead(Layer):
+    """Hidden states `[rows, hidden_size]` to logits `[rows, vocab_size]`, in the hidden states' dtype.
+
+    Args:
+        tied_to: the embedding whose matrix is the output matrix too. A checkpoint that stores a head
+            all the same is believed: the matrices are shared if they are equal, as Transformers
+            does, and separate otherwise.
+    """
+
+    method: LinearMethod
+    group: TensorParallelGroup
+
+    def __init__(self, vocab_size: int, hidden_size: int, tied_to: VocabEmbedding | None = None):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        # In a tuple, so that the embedding is not registered (and named) a second time.
+        self._tied_to = (tied_to,)
+
+    @property
+    def tied_to(self) -> VocabEmbedding | None:
+        """The embedding whose matrix this head uses, if any."""
+        return self._tied_to[0]
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self.group = build.group
+        self.rows, self.first, self.real = vocab_range(self.vocab_size, build.group)
+        self.method = build.linear_method(prefix)
+        if self.tied_to is None:
+            self._create_own(build.dtype, build.device)
+
+    def _create_own(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.method.create_weights(self, self.rows, self.hidden_size, dtype, device)
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        shapes = self.method.checkpoint_tensors(self.vocab_size, self.hidden_size)
+        optional = self.tied_to is not None
+        return {
+            f"{prefix}.{name}": LoadTarget(shape, lambda t, name=name: self._load(name, t), optional)  # type: ignore[misc]
+            for name, shape in shapes.items()
+        }
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        if self.tied_to is not None and not self._parameters:
+            self._create_own(self.tied_to.weight.dtype, self.tied_to.weight.device)
+        for parameter in self._parameters.values():
+            if parameter is not None and self.real < self.rows:
+                parameter[self.real :].zero_()
+        self.method.load_shard(self, name, tensor, Shard(0, self.first, self.real, 0, self.hidden_size))
+
+    def process_after_load(self) -> None:
+        if self.tied_to is not None:
+            own = self._parameters.get("weight")
+            if own is None or torch.equal(own, self.tied_to.weight):
+                self.weight = self.tied_to.weight
+                return  # the embedding looks rows up in it: it must keep its layout
+        self.method.process_after_load(self)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.group.all_gather(self.method.apply(self, hidden, None))
+        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]

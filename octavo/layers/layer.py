@@ -1,0 +1,100 @@
+"""What every layer with weights is: built for a device and a rank, then filled from a checkpoint."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.linear_method import LinearMethod
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Everything about placement that a model file does not know.
+
+    Attributes:
+        dtype: of weights and activations.
+        device: where parameters are made ("meta" makes shapes only).
+        max_model_len: tokens of the longest context; sizes and fixes the rotary tables.
+        attention_backend: "torch", "cpu" or "triton".
+        block_size: tokens per KV block.
+        kv_dtype: of the KV cache, under `KVFormat`'s names.
+        group: the tensor-parallel ranks.
+        linear_method: from a layer's name to the method that stores its matrix.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    attention_backend: str
+    block_size: int
+    kv_dtype: str
+    group: TensorParallelGroup
+    linear_method: Callable[[str], LinearMethod]
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """Where one checkpoint tensor goes: its full shape there, and what copies this rank's piece."""
+
+    shape: tuple[int, ...]
+    load: Callable[[torch.Tensor], None]
+    optional: bool = False
+
+
+class Layer(nn.Module, ABC):
+    """A module that owns weights or tables.
+
+    Its constructor takes what the paper says (sizes, bias); `create_weights` then makes this rank's
+    parameters for a `BuildContext`, so that a model file knows neither ranks nor formats.
+    """
+
+    @abstractmethod
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        """Make this rank's parameters and buffers; `prefix` is the module's name in the model."""
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        """The checkpoint tensors that fill this layer, by their full names."""
+        return {}
+
+    def process_after_load(self) -> None:  # noqa: B027 (optional hook)
+        """Called once, after all tensors were loaded."""
+
+
+def empty_parameter(*shape: int, build: BuildContext) -> nn.Parameter:
+    """An uninitialised parameter in the model's dtype, on its device."""
+    return nn.Parameter(torch.empty(*shape, dtype=build.dtype, device=build.device), requires_grad=False)
+
+
+def copy_into(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """What loads a tensor that every rank holds whole."""
+
+    def load(tensor: torch.Tensor) -> None:
+        parameter.copy_(tensor)
+
+    return load
+
+
+def sibling(prefix: str, name: str) -> str:
+    """`name` beside the module `prefix`: ("a.b.qkv_proj", "q_proj") is "a.b.q_proj"."""
+    parent, dot, _ = prefix.rpartition(".")
+    return f"{parent}{dot}{name}"
+
+
+def divide(size: int, group: TensorParallelGroup, what: str) -> int:
+    """`size` per rank.
+
+    Raises:
+        ConfigError: it does not divide evenly.
+    """
+    if size % group.size:
+        raise ConfigError(
+            f"{what}={size} cannot be split over tensor_parallel_size={group.size}: use a divisor of {size}"
+        )
+    return size // group.size

@@ -1,0 +1,181 @@
+"""Linear layers that own their sharding over tensor-parallel ranks (Megatron-LM, arXiv 1909.08053).
+
+Column-parallel layers split the output and need no communication; a row-parallel layer splits the
+input and adds the ranks' partial results. How the matrix is stored is the `LinearMethod`'s business.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.layers.layer import BuildContext, Layer, LoadTarget, copy_into, divide, empty_parameter, sibling
+from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.linear_method import LinearMethod, Shard
+
+
+class MergedColumnParallelLinear(Layer):
+    """Several matrices over one input, stored and multiplied as one, each split by output rows.
+
+    Args:
+        in_features: columns of every matrix.
+        parts: checkpoint name (the last component before `.weight`) and output rows of each, in the
+            order in which they lie in the output.
+        bias: whether each has a bias.
+    """
+
+    method: LinearMethod
+    group: TensorParallelGroup
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False):
+        super().__init__()
+        self.in_features = in_features
+        self.parts = parts
+        self.has_bias = bias
+
+    def part_rows(self, name: str) -> tuple[int, int]:
+        """First row and number of rows of a part that this rank holds."""
+        rows = divide(self.parts[name], self.group, f"{name}'s output size")
+        return self.group.rank * rows, rows
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self.group = build.group
+        self.method = build.linear_method(prefix)
+        self.local_sizes = [self.part_rows(name)[1] for name in self.parts]
+        total = sum(self.local_sizes)
+        self.method.create_weights(self, total, self.in_features, build.dtype, build.device)
+        self.bias = empty_parameter(total, build=build) if self.has_bias else None
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        targets: dict[str, LoadTarget] = {}
+        offset = 0
+        for (part, out_features), size in zip(self.parts.items(), self.local_sizes, strict=True):
+            row, rows = self.part_rows(part)
+            name = sibling(prefix, part) if part else prefix
+            shard = Shard(offset, row, rows, 0, self.in_features)
+            for tensor, shape in self.method.checkpoint_tensors(out_features, self.in_features).items():
+                load = partial(self._load_weight, tensor, shard)
+                targets[f"{name}.{tensor}"] = LoadTarget(shape, load)
+            if self.has_bias:
+                targets[f"{name}.bias"] = LoadTarget((out_features,), partial(self._load_bias, shard))
+            offset += size
+        return targets
+
+    def _load_weight(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
+        self.method.load_shard(self, name, tensor, shard)
+
+    def _load_bias(self, shard: Shard, tensor: torch.Tensor) -> None:
+        assert self.bias is not None
+        piece = tensor[shard.row : shard.row + shard.rows]
+        self.bias[shard.target : shard.target + shard.rows].copy_(piece)
+
+    def process_after_load(self) -> None:
+        self.method.process_after_load(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, in_features]` to this rank's `[rows, sum of local part sizes]`."""
+        return self.method.apply(self, x, self.bias)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One matrix, split by output rows: `[rows, in_features]` to `[rows, out_features / ranks]`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, {"": out_features}, bias)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The query, key and value projections as one matrix, split by heads.
+
+    With fewer KV heads than ranks each KV head is held by several ranks, those of its queries.
+    """
+
+    def __init__(
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False
+    ):
+        kv_size = num_kv_heads * head_dim
+        super().__init__(
+            hidden_size, {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}, bias
+        )
+        self.head_dim = head_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+
+    def part_rows(self, name: str) -> tuple[int, int]:
+        if name == "q_proj":
+            heads = divide(self.num_heads, self.group, "num_attention_heads")
+            return self.group.rank * heads * self.head_dim, heads * self.head_dim
+        heads = local_kv_heads(self.num_kv_heads, self.group)
+        first = self.group.rank * self.num_kv_heads // self.group.size
+        return first * self.head_dim, heads * self.head_dim
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project `[rows, hidden_size]`: `[rows, local heads, head_dim]` of q, k and v (views)."""
+        q, k, v = self(x).unflatten(-1, (-1, self.head_dim)).split(self.local_heads, dim=1)
+        return q, k, v
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        super().create_weights(build, prefix)
+        self.local_heads = [size // self.head_dim for size in self.local_sizes]
+
+
+def local_kv_heads(num_kv_heads: int, group: TensorParallelGroup) -> int:
+    """KV heads that each rank holds: its share, or one where there are fewer than ranks.
+
+    Raises:
+        ConfigError: neither number divides the other.
+    """
+    if num_kv_heads % group.size == 0:
+        return num_kv_heads // group.size
+    if group.size % num_kv_heads == 0:
+        return 1
+    raise ConfigError(
+        f"num_key_value_heads={num_kv_heads} cannot be split over tensor_parallel_size={group.size}: "
+        f"use a divisor or a multiple of {num_kv_heads}"
+    )
+
+
+class RowParallelLinear(Layer):
+    """One matrix, split by input columns; the ranks' results are added.
+
+    Takes this rank's `[rows, in_features / ranks]`, returns the full `[rows, out_features]`.
+    """
+
+    method: LinearMethod
+    group: TensorParallelGroup
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self.group = build.group
+        self.method = build.linear_method(prefix)
+        self.local_in = divide(self.in_features, self.group, f"{prefix}'s input size")
+        self.method.create_weights(self, self.out_features, self.local_in, build.dtype, build.device)
+        self.bias = empty_parameter(self.out_features, build=build) if self.has_bias else None
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        shard = Shard(0, 0, self.out_features, self.group.rank * self.local_in, self.local_in)
+        targets = {}
+        for name, shape in self.method.checkpoint_tensors(self.out_features, self.in_features).items():
+            load = partial(self._load_weight, name, shard)
+            targets[f"{prefix}.{name}"] = LoadTarget(shape, load)
+        if self.bias is not None:
+            targets[f"{prefix}.bias"] = LoadTarget((self.out_features,), copy_into(self.bias))
+        return targets
+
+    def _load_weight(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
+        self.method.load_shard(self, name, tensor, shard)
+
+    def process_after_load(self) -> None:
+        self.method.process_after_load(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # One rank adds the bias, or the sum would hold it once per rank.
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.all_reduce(self.method.apply(self, x, bias))

@@ -1,0 +1,126 @@
+"""Building a model on its device, and filling it: every checkpoint tensor in its place, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.layers.backends import resolve_backend
+from octavo.layers.layer import BuildContext, Layer, LoadTarget
+from octavo.models.config import ModelConfig
+from octavo.models.interface import CausalLM
+from octavo.models.registry import model_class
+from octavo.parallel.state import tensor_parallel_group
+from octavo.quantization.linear_method import linear_method
+
+# Buffers that older checkpoints store although they follow from the config.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_NAMES_SHOWN = 5
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention_backend: str | None = None,
+    max_model_len: int | None = None,
+    block_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
+) -> CausalLM:
+    """Make a model whose parameters are allocated once, on the device, and not yet filled.
+
+    Args:
+        config: the architecture.
+        dtype: of weights and activations.
+        device: where it runs; "meta" makes shapes only, to measure sizes.
+        attention_backend: torch, cpu or triton; None or "auto" takes the device's fastest.
+        max_model_len: tokens of the longest context; None takes the config's.
+        block_size: tokens per KV block.
+        kv_dtype: of the KV cache; None takes `dtype`.
+        quantization: None (other formats come later).
+
+    Raises:
+        ModelError: an architecture, rope or activation that is not supported.
+        ConfigError: settings that do not fit the model or the device.
+    """
+    device = torch.device(device)
+    build = BuildContext(
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len or config.context_length,
+        attention_backend=resolve_backend(attention_backend, device),
+        block_size=block_size,
+        kv_dtype=str(kv_dtype or dtype).removeprefix("torch."),
+        group=tensor_parallel_group(),
+        linear_method=partial(linear_method, quantization),
+    )
+    model = model_class(config.architecture)(config)
+    with torch.no_grad():
+        for name, layer in _layers(model):
+            layer.create_weights(build, name)
+    return model.eval()
+
+
+def _layers(model: CausalLM) -> list[tuple[str, Layer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
+
+
+def load_targets(model: CausalLM) -> dict[str, LoadTarget]:
+    """Every checkpoint tensor that the model takes, by Hugging Face's names, with its full shape."""
+    targets: dict[str, LoadTarget] = {}
+    for name, layer in _layers(model):
+        for key, target in layer.load_targets(name).items():
+            assert key not in targets, key
+            targets[key] = target
+    return targets
+
+
+@torch.no_grad()
+def load_weights(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill a built model from full checkpoint tensors, in any order, then let the layers repack.
+
+    Each rank is given the full tensors and copies its piece. A tensor may be of any float dtype and
+    on any device, and is not kept.
+
+    Raises:
+        ModelError: tensors that are missing, not expected, given twice or of a wrong shape; one line
+            names them. The model is then unusable.
+    """
+    targets = load_targets(model)
+    seen: set[str] = set()
+    unexpected: list[str] = []
+    for name, tensor in weights:
+        target = targets.get(name)
+        if target is None:
+            if not name.endswith(IGNORED_SUFFIXES):
+                unexpected.append(name)
+            continue
+        if name in seen:
+            raise ModelError(f"weights: {name} is given twice: the checkpoint is corrupt, fetch it again")
+        if tuple(tensor.shape) != target.shape:
+            raise ModelError(
+                f"weights: {name} has shape {list(tensor.shape)}, but the config asks for "
+                f"{list(target.shape)}: fetch the model again, with its own config"
+            )
+        target.load(tensor)
+        seen.add(name)
+    missing = [name for name, target in targets.items() if name not in seen and not target.optional]
+    if missing or unexpected:
+        kinds = (("missing", missing), ("unexpected", unexpected))
+        faults = [f"{len(names)} {what} ({_some(names)})" for what, names in kinds if names]
+        raise ModelError(
+            f"weights: {' and '.join(faults)}: the checkpoint is incomplete or not a "
+            f"{model.config.architecture}, fetch it again"
+        )
+    for _, layer in _layers(model):
+        layer.process_after_load()
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown}, …"

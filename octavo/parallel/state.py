@@ -1,0 +1,56 @@
+"""Which tensor-parallel rank this process is, and the collectives that layers need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+
+class TensorParallelGroup:
+    """The ranks that share each layer's weights: this rank, their number, and how they add up.
+
+    This class is the plain case, one rank: every collective is the identity. A group of several
+    ranks overrides the two collectives.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not among {size} ranks")
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`; may overwrite it."""
+        self._alone("all_reduce")
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x`, joined along the last dimension in the order of ranks."""
+        self._alone("all_gather")
+        return x
+
+    def _alone(self, what: str) -> None:
+        if self.size > 1:
+            raise NotImplementedError(f"{what} over {self.size} ranks needs a group with a transport")
+
+
+_SINGLE = TensorParallelGroup()
+_current: ContextVar[TensorParallelGroup] = ContextVar("tensor_parallel_group", default=_SINGLE)
+
+
+def tensor_parallel_group() -> TensorParallelGroup:
+    """The group that layers built now belong to: one rank unless `use_group` says otherwise."""
+    return _current.get()
+
+
+@contextmanager
+def use_group(group: TensorParallelGroup) -> Iterator[None]:
+    """Build layers for `group` inside the block. A layer keeps the group that it was built for."""
+    token = _current.set(group)
+    try:
+        yield
+    finally:
+        _current.reset(token)
