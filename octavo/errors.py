@@ -26,3 +26,7 @@ class RequestError(OctavoError, ValueError):
 
 class EngineDeadError(OctavoError):
     """The engine core has stopped; requests in flight cannot be finished."""
+
+
+class RequestFailedError(OctavoError):
+    """A request was accepted but could not be finished (a step failed); others are unaffected."""

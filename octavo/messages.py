@@ -103,7 +103,7 @@ class CoreStats(msgspec.Struct):
     num_steps: int = 0
 
 
-class CoreOutputs(msgspec.Struct):
+class CoreOutputs(msgspec.Struct, tag="outputs"):
     """Everything a step (or a batch of them) has to report."""
 
     outputs: list[CoreOutput]
@@ -215,3 +215,47 @@ class ModelFacts:
     overlap: bool
     max_num_batched_tokens: int
     summary: dict[str, str]
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that the whole KV cache holds."""
+        return self.num_blocks // len(self.groups) * self.groups[0].format.block_size
+
+
+class AddRequests(msgspec.Struct, tag="add"):
+    """Front end to core: queue these."""
+
+    requests: list[CoreRequest]
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """Front end to core: end these."""
+
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    """Front end to core: forget all cached blocks."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Front end to core: free everything and return."""
+
+
+ToCore = AddRequests | AbortRequests | ResetPrefixCache | Shutdown
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """Core process to front end: the model is loaded."""
+
+    facts: ModelFacts
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """Core process to front end: it cannot start or go on. `kind` is the error class's name."""
+
+    kind: str
+    message: str
+
+
+FromCore = CoreOutputs | Ready | Fatal

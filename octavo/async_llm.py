@@ -1,0 +1,215 @@
+"""The asynchronous face: the engine core in its own process, requests as async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.client import CoreClient, ProcessClient
+from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
+from octavo.engine.output_processor import OutputProcessor
+from octavo.errors import EngineDeadError, RequestError, RequestFailedError
+from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
+from octavo.models.config import ModelConfig
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.tokenization.tokenizer import Tokenizer
+
+_Item = RequestOutput | Exception
+
+
+class AsyncLLM:
+    """One engine for many concurrent requests of one event loop. Make it with `create`.
+
+    The core's news are detokenized on a reader thread and handed to the loop once per step, so the
+    loop only moves finished results.
+    """
+
+    def __init__(self, config: EngineConfig, loop: asyncio.AbstractEventLoop):
+        """Start the engine; blocks until the model is loaded (`create` does so off the loop)."""
+        self.config = config
+        self._loop = loop
+        self._processor = InputProcessor(config)
+        self._outputs = OutputProcessor(self._processor.tokenizer)
+        self._lock = threading.Lock()  # guards _outputs, _queues and _stats
+        self._queues: dict[str, asyncio.Queue[_Item]] = {}
+        self._stats = CoreStats()
+        self._dead: EngineDeadError | None = None
+        # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
+        self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-input")
+        self._client: CoreClient = ProcessClient(config, self._on_outputs, self._on_death)
+        self._processor.facts = self._client.facts
+        self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
+
+    @classmethod
+    async def create(cls, config: EngineConfig) -> AsyncLLM:
+        """Start an engine and wait until it is ready.
+
+        Raises:
+            ConfigError, ModelError: it cannot be started; one line says why.
+        """
+        loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(cls, config, loop)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None under `skip_tokenizer_init`."""
+        return self._processor.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's architecture."""
+        return self._processor.model_config
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was loaded and how much fits."""
+        return self._client.facts
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context served, tokens."""
+        return self.facts.max_model_len
+
+    @property
+    def cache_root(self) -> bytes:
+        """Root of the prefix cache's block keys, 32 bytes."""
+        return self.facts.cache_root
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine core."""
+        return getattr(self._client, "pid", None)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests under way."""
+        return len(self._queues)
+
+    def default_params(self) -> SamplingParams:
+        """Sampling settings of a request that brings none."""
+        return self._processor.default_params()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_request: Any = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request; yields as `params.output_kind` says. Closing the iterator ends the request.
+
+        Raises (at the first iteration):
+            RequestError: the request is wrong, or its id is in use.
+        Raises (later):
+            RequestFailedError: a step failed.
+            EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
+        prepared = await self._loop.run_in_executor(
+            self._pool,
+            lambda: self._processor.prepare(
+                prompt, params, request_id, priority=priority, cache_salt=cache_salt, lora_request=lora_request
+            ),
+        )
+        items = self._start(prepared)
+        finished = False
+        try:
+            while not finished:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            self._end(prepared.request_id, items)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator raises RequestFailedError. Unknown ids are ignored."""
+        items = self._queues.get(request_id)
+        if items is not None:
+            self._end(request_id, items)
+            items.put_nowait(RequestFailedError(f"request {request_id} was aborted"))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks."""
+        self._client.send(ResetPrefixCache())
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine has ended."""
+        if self._dead is not None:
+            raise self._dead
+
+    def stats(self) -> CoreStats:
+        """The core's latest gauges and counters."""
+        return self._stats
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Let running requests finish for up to `drain_timeout` seconds, end the others, free everything."""
+        deadline = self._loop.time() + drain_timeout
+        while self._queues and self._dead is None and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._queues):
+            await self.abort(request_id)
+        await asyncio.to_thread(self._client.close)
+        self._pool.shutdown(wait=False)
+        self._dead = self._dead or EngineDeadError("the engine is shut down")
+
+    def _start(self, prepared: PreparedRequest) -> asyncio.Queue[_Item]:
+        items: asyncio.Queue[_Item] = asyncio.Queue()
+        with self._lock:
+            if prepared.request_id in self._outputs:
+                raise RequestError(f"request_id {prepared.request_id!r} is in use: choose another", "request_id")
+            self._outputs.add(prepared)
+            self._queues[prepared.request_id] = items
+        try:
+            self._client.send(AddRequests(prepared.choices))
+        except EngineDeadError:
+            self._end(prepared.request_id, items)
+            raise
+        return items
+
+    def _end(self, request_id: str, items: asyncio.Queue[_Item]) -> None:
+        with self._lock:
+            if self._queues.get(request_id) is not items:
+                return
+            del self._queues[request_id]
+            left = self._outputs.discard(request_id)
+        if left:
+            with contextlib.suppress(EngineDeadError):
+                self._client.send(AbortRequests(left))
+
+    # ---- called on the client's reader thread ---------------------------------------------------
+
+    def _on_outputs(self, news: CoreOutputs) -> None:
+        with self._lock:
+            self._stats = news.stats
+            results, stopped = self._outputs.process(news.outputs)
+            ready: list[tuple[asyncio.Queue[_Item], _Item]] = []
+            for output, error in results:
+                items = self._queues.get(output.request_id)
+                if items is not None:
+                    ready.append((items, output if error is None else RequestFailedError(error)))
+        if stopped:
+            with contextlib.suppress(EngineDeadError):
+                self._client.send(AbortRequests(stopped))
+        if ready:
+            self._call(lambda: [items.put_nowait(item) for items, item in ready])
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        with self._lock:
+            self._dead = error
+            waiting = list(self._queues.values())
+        self._call(lambda: [items.put_nowait(error) for items in waiting])
+
+    def _call(self, action: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(action)

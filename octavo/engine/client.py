@@ -1,0 +1,182 @@
+"""How a front end reaches an engine core: on a thread of this process, or in a process beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+import octavo
+from octavo import errors
+from octavo.config import EngineConfig
+from octavo.engine.frames import receive_frame, send_frame
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.messages import CoreOutputs, Fatal, FromCore, ModelFacts, Ready, Shutdown, ToCore
+
+OnOutputs = Callable[[CoreOutputs], None]
+OnDeath = Callable[[EngineDeadError], None]
+
+
+class CoreClient(ABC):
+    """A running engine core, seen from a front end.
+
+    `on_outputs` and `on_death` are called on a thread of the client's.
+
+    Raises (on construction):
+        OctavoError: the core could not start.
+    """
+
+    facts: ModelFacts
+
+    @abstractmethod
+    def send(self, message: ToCore) -> None:
+        """Pass a message on; returns at once.
+
+        Raises:
+            EngineDeadError: nobody is there to take it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Shut the core down and wait until it has freed everything."""
+
+
+class ThreadClient(CoreClient):
+    """The core on a thread of this process: for `LLM`, where one process is enough."""
+
+    def __init__(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath):
+        self._inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[ModelFacts | BaseException] = queue.SimpleQueue()
+        self._dead: EngineDeadError | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(config, on_outputs, on_death), name="octavo-core", daemon=True
+        )
+        self._thread.start()
+        outcome = self._started.get()
+        if isinstance(outcome, BaseException):
+            self._thread.join()
+            raise outcome
+        self.facts = outcome
+
+    def send(self, message: ToCore) -> None:
+        if self._dead is not None:
+            raise self._dead
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        self._inbox.put(Shutdown())
+        self._thread.join()
+
+    def _run(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        from octavo.engine.core import EngineCore  # loads the workers' libraries
+        from octavo.engine.loop import run_core
+
+        try:
+            core = EngineCore(config)
+        except BaseException as error:
+            self._started.put(error)
+            return
+        self._started.put(core.facts)
+        try:
+            run_core(core, self._inbox, on_outputs)
+        except Exception as error:
+            self._dead = error if isinstance(error, EngineDeadError) else EngineDeadError(f"engine core: {error}")
+            on_death(self._dead)
+
+
+class ProcessClient(CoreClient):
+    """The core in a process of its own: for the server, so that neither waits for the other's Python.
+
+    They share one socket pair and nothing else: no port, no name, no file. Either side's end closes
+    it, which the other notices at once.
+    """
+
+    def __init__(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath):
+        ours, theirs = socket.socketpair()
+        package = str(Path(octavo.__file__).parent.parent)
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "octavo.engine.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals for the server's group are the server's to handle
+            )
+        self._socket = ours
+        self._lock = threading.Lock()
+        self._closing = False
+        self._dead: EngineDeadError | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        try:
+            send_frame(ours, self._encoder.encode(dataclasses.asdict(config)))
+            first = self._receive()
+        except BaseException:
+            self._kill()
+            raise
+        if not isinstance(first, Ready):
+            self._kill()
+            kind = getattr(errors, first.kind, OctavoError) if isinstance(first, Fatal) else EngineDeadError
+            message = first.message if isinstance(first, Fatal) else "the engine core ended while starting"
+            raise kind(message)
+        self.facts = first.facts
+        self._thread = threading.Thread(target=self._listen, args=(on_outputs, on_death), name="octavo-core-reader")
+        self._thread.daemon = True
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the core."""
+        return self._process.pid
+
+    def send(self, message: ToCore) -> None:
+        if self._dead is not None:
+            raise self._dead
+        data = self._encoder.encode(message)
+        try:
+            with self._lock:
+                send_frame(self._socket, data)
+        except OSError as error:
+            raise EngineDeadError("the engine core has ended") from error
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(EngineDeadError):
+            self.send(Shutdown())
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._thread.join(timeout=5)
+        self._kill()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _receive(self) -> FromCore | None:
+        frame = receive_frame(self._socket)
+        return None if frame is None else self._decoder.decode(frame)
+
+    def _listen(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        message: FromCore | None = None
+        with contextlib.suppress(OSError):
+            while isinstance(message := self._receive(), CoreOutputs):
+                on_outputs(message)
+        if self._closing:
+            return
+        reason = message.message if isinstance(message, Fatal) else f"exit code {self._process.wait()}"
+        self._dead = EngineDeadError(f"the engine core has ended ({reason}): restart the server")
+        on_death(self._dead)

@@ -1,0 +1,30 @@
+"""Messages on a socket: a 4-byte little-endian length, then so many bytes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_LENGTH = struct.Struct("<I")
+
+
+def send_frame(sock: socket.socket, data: bytes) -> None:
+    """Send one frame (blocks while the socket's buffer is full)."""
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_frame(sock: socket.socket) -> bytearray | None:
+    """The next frame, or None if the other side has closed."""
+    head = _receive_exactly(sock, _LENGTH.size)
+    return None if head is None else _receive_exactly(sock, _LENGTH.unpack(head)[0])
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        count = sock.recv_into(view[filled:])
+        if count == 0:
+            return None
+        filled += count
+    return data

@@ -1,0 +1,241 @@
+"""From what a user asks to what the engine core takes: tokenize, check, clamp, seed."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.errors import RequestError
+from octavo.messages import CoreRequest, ModelFacts
+from octavo.models.loader import load_generation_config, load_model_config
+from octavo.models.locate import find_model
+from octavo.sampling.noise import choice_seed
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+MAX_SALT_LENGTH = 128
+_SALT_FORBIDDEN = "/@\\\0"
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass
+class PreparedRequest:
+    """A checked request: what the user gave, and one core request per choice."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    choices: list[CoreRequest]
+
+
+class InputProcessor:
+    """Owns the tokenizer and the model's limits; makes core requests of prompts.
+
+    Raises (on construction):
+        ConfigError, ModelError: no tokenizer, or an unreadable one.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        source = find_model(config.model)
+        self.model_name = source.name
+        self.model_config = load_model_config(source)
+        self.generation_defaults = load_generation_config(source) if config.generation_config == "auto" else {}
+        self.tokenizer: Tokenizer | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(source.path, config.tokenizer)
+        eos = set(self.model_config.eos_token_ids)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            eos.add(self.tokenizer.eos_token_id)
+        self.eos_token_ids = sorted(eos)
+        self._seeds = random.Random(config.seed)
+        self._facts: ModelFacts | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Limits of the running engine."""
+        assert self._facts is not None, "the engine has not started"
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: ModelFacts) -> None:
+        self._facts = facts
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            RequestError: there is none, because of `skip_tokenizer_init`.
+        """
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, but skip_tokenizer_init is set: give token ids")
+        return self.tokenizer
+
+    def default_params(self) -> SamplingParams:
+        """Sampling settings for a request that brings none: the model's own, where it states some."""
+        return SamplingParams(**self.generation_defaults)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_request: Any = None,
+    ) -> PreparedRequest:
+        """Check a request and make one core request per choice.
+
+        Args:
+            prompt: text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`).
+            params: sampling settings.
+            request_id: the user's name for it; None draws one.
+            priority: lower runs first, under the priority policy.
+            cache_salt: keeps the request's cached prefix apart from those of other salts.
+            lora_request: not supported yet.
+
+        Raises:
+            RequestError: whatever is wrong with it, in one line.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request is not supported by this version: leave it out", "lora_request")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {type(params).__name__}: give SamplingParams")
+        text, ids, salt = self._read_prompt(prompt)
+        cache_salt = cache_salt if cache_salt is not None else salt
+        check_salt(cache_salt)
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 1 << 31:
+            raise RequestError(f"priority={priority!r} is not valid: give an integer of 32 bits", "priority")
+        if ids is None:
+            assert text is not None
+            ids = self.need_tokenizer("a prompt of text").encode(text)
+        self._check_ids(ids)
+        params.check_vocabulary(self.facts.vocab_size, self.config.max_logprobs)
+        params = self._clamped(params, len(ids))
+        request_id = request_id or secrets.token_hex(8)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        common = dict(
+            prompt_token_ids=ids,
+            params=params if params.n == 1 else params.clone(n=1),
+            eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
+            bad_words_ids=self._bad_words(params),
+            arrival_time=time.time(),
+            priority=priority,
+            cache_salt=cache_salt,
+            # Stop strings are found in the text, so the front end must see tokens as they come.
+            stream=params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop),
+        )
+        choices = [
+            CoreRequest(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                seed=choice_seed(seed, index),
+                **common,  # type: ignore[arg-type]
+            )
+            for index in range(params.n)
+        ]
+        return PreparedRequest(request_id, text, ids, params, choices)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+        """(text, ids, salt) of a prompt in any of its forms."""
+        salt = None
+        if isinstance(prompt, dict):
+            unknown = set(prompt) - _PROMPT_KEYS
+            if unknown:
+                raise RequestError(
+                    f"prompt has the keys {sorted(unknown)}, which this version does not support: "
+                    f"give {', '.join(sorted(_PROMPT_KEYS))}",
+                    "prompt",
+                )
+            salt = prompt.get("cache_salt")
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            if ids is None and not isinstance(text, str):
+                raise RequestError("prompt is a dictionary without prompt or prompt_token_ids", "prompt")
+            return text, None if ids is None else list(ids), salt
+        if isinstance(prompt, str):
+            return prompt, None, None
+        try:
+            return None, list(prompt), None
+        except TypeError:
+            raise RequestError(
+                f"prompt is {type(prompt).__name__}: give text or a list of token ids", "prompt"
+            ) from None
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise RequestError("prompt is empty: give at least one token", "prompt")
+        vocab = self.facts.vocab_size
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab:
+                raise RequestError(
+                    f"prompt holds the token id {token!r}: ids are integers from 0 to {vocab - 1}", "prompt"
+                )
+
+    def _clamped(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """`max_tokens` brought within the context; requests that can never fit are refused."""
+        limit, capacity = self.facts.max_model_len, self.facts.kv_capacity
+        room = limit - prompt_len
+        if room < 1:
+            raise RequestError(
+                f"prompt has {prompt_len} tokens, but the context (max_model_len) is {limit} and the answer needs "
+                "room in it: shorten the prompt",
+                "prompt",
+            )
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        # The last token's KV is never needed.
+        if prompt_len + (1 if params.max_tokens is None else wanted) - 1 > capacity:
+            raise RequestError(
+                f"prompt of {prompt_len} tokens and max_tokens of {wanted} need more KV cache than there is "
+                f"({capacity} tokens): shorten the prompt, lower max_tokens, or give the cache more memory",
+                "max_tokens",
+            )
+        wanted = min(wanted, capacity - prompt_len + 1)
+        if params.min_tokens > wanted:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} is above the {wanted} tokens that this prompt leaves room for",
+                "min_tokens",
+            )
+        return params if params.max_tokens == wanted else params.clone(max_tokens=wanted)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token sequences of each word, as it is written at a text's start and after a space."""
+        if not params.bad_words:
+            return []
+        tokenizer = self.need_tokenizer("bad_words")
+        sequences: list[list[int]] = []
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+
+def check_salt(salt: Any) -> None:
+    """Check a cache salt.
+
+    Raises:
+        RequestError: empty, too long, or with a character that is forbidden.
+    """
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not salt or len(salt) > MAX_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt is not valid: give a text of 1 to {MAX_SALT_LENGTH} characters", "cache_salt"
+        )
+    bad = [c for c in _SALT_FORBIDDEN if c in salt]
+    if bad:
+        raise RequestError(f"cache_salt holds the character {bad[0]!r}: leave out / @ \\ and NUL", "cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise RequestError("cache_salt holds a lone surrogate: give valid Unicode", "cache_salt") from None
+

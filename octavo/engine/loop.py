@@ -1,0 +1,76 @@
+"""The one loop that drives an engine core, on a thread or in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+
+from octavo.engine.core import EngineCore
+from octavo.messages import (
+    AbortRequests,
+    AddRequests,
+    CoreOutput,
+    CoreOutputs,
+    ResetPrefixCache,
+    Shutdown,
+    ToCore,
+)
+
+logger = logging.getLogger(__name__)
+
+Inbox = queue.SimpleQueue  # of ToCore
+_STATS_INTERVAL = 0.25  # seconds between reports when no request has news
+
+
+def run_core(core: EngineCore, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], None]) -> None:
+    """Serve messages and step until told to shut down. Sleeps on the inbox while there is no work.
+
+    Args:
+        core: the engine core; closed on return.
+        inbox: messages from the front end.
+        deliver: takes each step's news; must not block for long.
+
+    Raises:
+        EngineDeadError: the device can run no further step.
+    """
+    reported = 0.0
+    while True:
+        outputs: list[CoreOutput] = []
+        for message in _receive(inbox, wait=not core.has_work):
+            if isinstance(message, Shutdown):
+                core.close()
+                return
+            outputs += _handle(core, message)
+        if core.has_work:
+            outputs += core.step()
+        now = time.monotonic()
+        if outputs or now - reported > _STATS_INTERVAL:
+            deliver(CoreOutputs(outputs, core.stats()))
+            reported = now
+
+
+def _receive(inbox: Inbox[ToCore], wait: bool) -> list[ToCore]:
+    messages: list[ToCore] = [inbox.get()] if wait else []
+    try:
+        while True:
+            messages.append(inbox.get_nowait())
+    except queue.Empty:
+        return messages
+
+
+def _handle(core: EngineCore, message: ToCore) -> list[CoreOutput]:
+    if isinstance(message, AddRequests):
+        outputs = []
+        for request in message.requests:
+            try:
+                core.add(request)
+            except ValueError as error:
+                outputs.append(CoreOutput(request.request_id, finish_reason="error", error=str(error)))
+        return outputs
+    if isinstance(message, AbortRequests):
+        return core.abort(message.request_ids)
+    assert isinstance(message, ResetPrefixCache)
+    core.reset_prefix_cache()
+    return []

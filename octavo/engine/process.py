@@ -1,0 +1,86 @@
+"""The engine core's own process: `python -m octavo.engine.process FD`, started by `ProcessClient`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.frames import receive_frame, send_frame
+from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
+
+logger = logging.getLogger(__name__)
+_EXIT_SECONDS = 5.0  # how long a step may still run once the front end is gone
+
+
+def main(fd: int) -> int:
+    """Load the model that the front end names, serve it over the socket, end when it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides what an interrupt means
+    logging.basicConfig(
+        level=os.environ.get("OCTAVO_LOG_LEVEL", "INFO").upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    sock = socket.socket(fileno=fd)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromCore) -> None:
+        send_frame(sock, encoder.encode(message))
+
+    first = receive_frame(sock)
+    if first is None:
+        return 0
+    try:
+        from octavo.engine.core import EngineCore
+        from octavo.engine.loop import run_core
+
+        core = EngineCore(EngineConfig(**msgspec.msgpack.decode(first)))
+    except Exception as error:
+        logger.debug("start failed", exc_info=True)
+        send(Fatal(type(error).__name__, str(error)))
+        return 1
+    send(Ready(core.facts))
+    inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+    outbox: queue.SimpleQueue[CoreOutputs | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()
+    writer = threading.Thread(target=_write, args=(send, outbox), daemon=True)
+    writer.start()
+    code, last = 0, None
+    try:
+        run_core(core, inbox, outbox.put)
+    except Exception as error:
+        logger.exception("the engine core cannot go on")
+        code, last = 1, Fatal(type(error).__name__, str(error))
+    outbox.put(None)
+    writer.join(timeout=_EXIT_SECONDS)
+    if last is not None:
+        send(last)
+    return code
+
+
+def _read(sock: socket.socket, inbox: queue.SimpleQueue[ToCore]) -> None:
+    decoder = msgspec.msgpack.Decoder(ToCore)
+    while (frame := receive_frame(sock)) is not None:
+        inbox.put(decoder.decode(frame))
+    inbox.put(Shutdown())
+    threading.Timer(_EXIT_SECONDS, os._exit, args=(1,)).start()
+
+
+def _write(send, outbox: queue.SimpleQueue[CoreOutputs | None]) -> None:  # type: ignore[no-untyped-def]
+    while (message := outbox.get()) is not None:
+        try:
+            send(message)
+        except OSError:  # the front end is gone; the reader notices too
+            return
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no wait for libraries' threads: everything is freed with the process

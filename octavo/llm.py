@@ -1,0 +1,325 @@
+"""The offline face: one model, many prompts, results when they are done."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from octavo.config import EngineConfig, make_config
+from octavo.engine.client import ThreadClient
+from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
+from octavo.engine.output_processor import OutputProcessor
+from octavo.errors import EngineDeadError, RequestError, RequestFailedError
+from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.tokenization.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """How likely a model finds a continuation.
+
+    Attributes:
+        logprob: natural logarithm of the probability of all its tokens after the prompt.
+        token_logprobs: of each token.
+        is_greedy: whether every token is the likeliest at its place.
+        token_ids: the continuation's tokens.
+    """
+
+    logprob: float
+    token_logprobs: list[float]
+    is_greedy: bool
+    token_ids: list[int]
+
+
+class LLM:
+    """A model loaded for offline use. Keyword arguments are the settings of `EngineConfig`.
+
+    The engine core runs on a thread of this process; tokenization and detokenization on the caller's.
+    Use it as a context manager, or call `close`, to free the device.
+
+    Raises:
+        ConfigError: a setting that is wrong or not supported.
+        ModelError: a model that cannot be loaded.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any):
+        self.config: EngineConfig = make_config(EngineConfig, {"model": model, **settings})
+        self._processor = InputProcessor(self.config)
+        self._news: queue.SimpleQueue[CoreOutputs | EngineDeadError] = queue.SimpleQueue()
+        self._client = ThreadClient(self.config, self._news.put, self._news.put)
+        self._close = weakref.finalize(self, self._client.close)
+        self._processor.facts = self._client.facts
+        self._outputs = OutputProcessor(self._processor.tokenizer)
+        self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
+        self._names = iter(range(1 << 62))
+        self._lock = threading.Lock()  # one call at a time
+
+    # ---- generation -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: one text, one list of token ids, or a list of either (or of dictionaries with
+                `prompt` or `prompt_token_ids`, and `cache_salt`).
+            sampling_params: one for all or one each; None takes the model's defaults.
+            use_tqdm: show progress.
+            lora_request: not supported yet: refused.
+            priority: one each, lower first, under the priority policy.
+
+        Returns:
+            One result per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or setting is wrong; nothing was started.
+            RequestFailedError: a step failed.
+            EngineDeadError: the engine has ended.
+        """
+        batch = _as_batch(prompts)
+        params = self._params_for(len(batch), sampling_params)
+        if priority is not None and len(priority) != len(batch):
+            raise RequestError(f"{len(priority)} priorities for {len(batch)} prompts: give one each", "priority")
+        with self._lock:
+            prepared = [
+                self._processor.prepare(
+                    prompt,
+                    p.clone(output_kind=RequestOutputKind.FINAL_ONLY),
+                    str(next(self._names)),
+                    priority=0 if priority is None else priority[i],
+                    lora_request=lora_request,
+                )
+                for i, (prompt, p) in enumerate(zip(batch, params, strict=True))
+            ]
+            results: dict[str, RequestOutput] = {}
+            with _progress(use_tqdm, len(batch)) as bar:
+                for output in self._run(prepared):
+                    results[output.request_id] = output
+                    bar.advance(output)
+        return [results[p.request_id] for p in prepared]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding what is new as it comes. Closing the iterator ends the request.
+
+        Raises:
+            As `generate`.
+        """
+        params = self._params_for(1, sampling_params)[0].clone(output_kind=RequestOutputKind.DELTA)
+        with self._lock:
+            yield from self._run([self._processor.prepare(prompt, params, str(next(self._names)))])
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the model's chat template.
+
+        Args:
+            messages: `[{"role": …, "content": …}, …]`, or a list of such conversations.
+            chat_template: a template in place of the model's.
+            add_generation_prompt: end with the header of the assistant's turn.
+            continue_final_message: continue the last message instead of answering it.
+            tools: descriptions that the template may show to the model.
+            chat_template_kwargs: further names for the template.
+
+        The other arguments, results and errors are those of `generate`.
+        """
+        conversations = cast(
+            "list[Sequence[Message]]",
+            [messages] if messages and isinstance(messages[0], dict) else list(messages),
+        )
+        prompts = [
+            self.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> dict[str, Any]:
+        """A conversation as a prompt (text and its token ids) for `generate` or `stream`."""
+        tokenizer = self._processor.need_tokenizer("chat")
+        kwargs["chat_template"] = kwargs.get("chat_template") or self.config.chat_template
+        text = tokenizer.apply_chat_template(messages, **kwargs)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
+              ) -> list[ScoreOutput]:  # fmt: skip
+        """Log-probability of each continuation after its prompt (or all after one prompt).
+
+        Args:
+            prompts: one, or one per continuation; text or token ids.
+            continuations: text (tokenized on its own, without special tokens) or token ids.
+            use_tqdm: show progress.
+
+        Raises:
+            As `generate`.
+        """
+        heads, tails = _as_batch(prompts), _as_batch(continuations)
+        if len(heads) == 1:
+            heads = heads * len(tails)
+        if len(heads) != len(tails):
+            raise RequestError(f"{len(heads)} prompts for {len(tails)} continuations: give one, or one each")
+        head_ids = [self._ids(prompt, special=True) for prompt in heads]
+        tail_ids = [self._ids(text, special=False) for text in tails]
+        if not all(head_ids) or not all(tail_ids):
+            raise RequestError("a prompt or continuation is empty: give at least one token", "prompt")
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self.generate([h + t for h, t in zip(head_ids, tail_ids, strict=True)], params, use_tqdm)
+        results = []
+        for output, head, tail in zip(outputs, head_ids, tail_ids, strict=True):
+            assert output.prompt_logprobs is not None
+            entries = [cast(dict, e)[t] for e, t in zip(output.prompt_logprobs[len(head) :], tail, strict=True)]
+            values = [entry.logprob for entry in entries]
+            results.append(ScoreOutput(sum(values), values, all(entry.rank == 1 for entry in entries), tail))
+        return results
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: there is none, because of `skip_tokenizer_init`.
+        """
+        return self._processor.need_tokenizer("get_tokenizer")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own sampling settings."""
+        return self._processor.default_params()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was loaded and how much fits."""
+        return self._client.facts
+
+    def stats(self) -> CoreStats:
+        """Gauges and counters after the last call."""
+        return self._stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks."""
+        self._client.send(ResetPrefixCache())
+
+    def close(self) -> None:
+        """Free the model, the cache and the thread. The object can't be used afterwards."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, prepared: list[PreparedRequest]) -> Iterator[RequestOutput]:
+        """Start requests and yield their outputs until all have finished; whatever is left is aborted."""
+        if not self._close.alive:
+            raise EngineDeadError("this LLM is closed: make a new one")
+        for request in prepared:
+            self._outputs.add(request)
+        self._client.send(AddRequests([core for request in prepared for core in request.choices]))
+        failure: str | None = None
+        try:
+            while len(self._outputs):
+                news = self._news.get()
+                if isinstance(news, EngineDeadError):
+                    raise news
+                self._stats = news.stats
+                results, stopped = self._outputs.process(news.outputs)
+                if stopped:
+                    self._client.send(AbortRequests(stopped))
+                for output, error in results:
+                    failure = failure or error
+                    yield output
+        finally:
+            left = [core for name in self._outputs.live_ids() for core in self._outputs.discard(name)]
+            if left:
+                with contextlib.suppress(EngineDeadError):
+                    self._client.send(AbortRequests(left))
+        if failure is not None:
+            raise RequestFailedError(failure)
+
+    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if given is None:
+            return [self._processor.default_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts: give one, or one each")
+        return list(given)
+
+    def _ids(self, prompt: Prompt, special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self._processor.need_tokenizer("text").encode(prompt, add_special_tokens=special)
+        if isinstance(prompt, dict):
+            raise RequestError("score takes text or token ids", "prompt")
+        return list(prompt)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        return []
+    if all(isinstance(item, int) for item in items):
+        return [cast("list[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+class _Bar:
+    """Progress over requests, with token rates; silent when not asked for."""
+
+    def __init__(self, bar: Any):
+        self._bar = bar
+        self._tokens = 0
+
+    def advance(self, output: RequestOutput) -> None:
+        """A request has finished."""
+        if self._bar is not None:
+            self._tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            elapsed = self._bar.format_dict["elapsed"] or 1e-9
+            self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tokens/s", refresh=False)
+            self._bar.update()
+
+
+@contextlib.contextmanager
+def _progress(show: bool, total: int) -> Iterator[_Bar]:
+    if not show:
+        yield _Bar(None)
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True) as bar:
+        yield _Bar(bar)
+
+
