@@ -9,12 +9,14 @@ The functions work on int64 arrays of NumPy and of PyTorch alike: both wrap modu
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
-Int64Array = TypeVar("Int64Array", np.ndarray, torch.Tensor)
+if TYPE_CHECKING:
+    import torch
+
+Int64Array = TypeVar("Int64Array", np.ndarray, "torch.Tensor")
 
 _MASK64 = (1 << 64) - 1
 
