@@ -9,8 +9,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -20,6 +20,8 @@ from octavo.server.config import ServerConfig
 from octavo.server.service import Engine, Service
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLOSE_TIMEOUT = 5
 """Seconds that connections get to close once every answer has been sent."""
@@ -60,9 +62,18 @@ def serve(create_engine: Callable[[], Awaitable[Engine]], config: ServerConfig) 
     """
     sock = bind(config)
     try:
-        return asyncio.run(_serve(create_engine, config, sock))
+        return run(_serve(create_engine, config, sock))
     finally:
         sock.close()
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on uvloop where it exists, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:  # not built for every platform
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 async def _serve(

@@ -1,0 +1,37 @@
+"""A server process over the fake engine, for the tests of signals and disconnects.
+
+`python -m tests.server.serve_fake PORT DELAY DRAIN_TIMEOUT [slow]`; slow: the model never finishes loading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from octavo.errors import OctavoError
+from octavo.server.config import ServerConfig
+from octavo.server.lifecycle import serve
+from tests.server.fakes import FakeEngine
+
+
+def main(port: str, delay: str, drain_timeout: str, *extra: str) -> int:
+    engines = []
+
+    async def create() -> FakeEngine:
+        print("loading", flush=True)
+        if extra:
+            await asyncio.sleep(60)
+        engines.append(FakeEngine(delay=float(delay)))
+        return engines[0]
+
+    try:
+        code = serve(create, ServerConfig(port=int(port), drain_timeout=float(drain_timeout)))  # type: ignore[arg-type]
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return 2
+    print("engine down" if engines and engines[0].down else "no engine", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
