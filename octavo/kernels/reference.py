@@ -60,8 +60,8 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: t
     half = cos.shape[-1]
     for x in (q, k):
         low, high = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., :half] = (low * cos - high * sin).to(x.dtype)
-        x[..., half : 2 * half] = (high * cos + low * sin).to(x.dtype)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        x[..., : 2 * half] = turned.to(x.dtype)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from octavo.kernels import ops
 from octavo.models.config import ModelConfig
 from octavo.models.hf_config import model_config_from_dict
 from octavo.models.interface import CausalLM
@@ -87,6 +88,15 @@ LENGTHS = (41, 7, 23)
 MAX_MODEL_LEN = {"llama-longrope-short": 64, "llama-dynamic-long": LENGTHS[0], "llama-longrope-long": 128}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small only lose by threads, all the more on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @functools.cache
 def hf_model(variant: str) -> tuple[transformers.PreTrainedModel, ModelConfig]:
     family, changes = VARIANTS[variant]
@@ -158,6 +168,14 @@ def test_chunks_and_block_sizes(variant: str, block_size: int, backend: str):
     texts = prompts(variant)
     for chunk in (1, 7, 1000):
         check(PagedRun(model, len(texts), 64, seed=chunk).prompts(texts, chunk), variant)
+
+
+@pytest.mark.parametrize("variant", ["llama-yarn", "qwen3"])
+def test_plain_operations(variant: str, monkeypatch: pytest.MonkeyPatch):
+    """Without kernels of the device, as where no compiler is found."""
+    monkeypatch.setattr(ops, "kernels_for", lambda device, dtype: ops.REFERENCE)
+    texts = prompts(variant)
+    check(PagedRun(octavo_model(variant), len(texts), 48).prompts(texts, 9), variant)
 
 
 def test_mixed_batch_of_prefill_and_decode_with_padding():

@@ -1,0 +1,130 @@
+"""Building and filling a model: each checkpoint tensor exactly once, faults named in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.errors import ModelError
+from octavo.models.config import ModelConfig, RopeConfig, weight_shapes
+from octavo.models.kv_groups import kv_groups, layer_windows
+from octavo.models.loading import build_model, load_targets, load_weights
+from octavo.models.registry import model_class
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(10000.0, 4),
+)
+
+
+def build(config: ModelConfig = CONFIG, **settings):
+    return build_model(
+        config, **{"dtype": torch.float32, "device": "cpu", "attention_backend": "torch", **settings}
+    )
+
+
+def weights(config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in weight_shapes(config).items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True},
+        {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+        {"qk_norm": True, "architecture": "Qwen3ForCausalLM"},
+    ],
+)
+def test_model_takes_just_the_weights_of_its_config(changes: dict):
+    config = replace(CONFIG, **changes)
+    targets = load_targets(build(config, device="meta"))
+    assert {n: t.shape for n, t in targets.items() if not t.optional} == weight_shapes(config)
+
+
+def test_every_parameter_is_filled():
+    model = build()
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    load_weights(model, ((n, t.double()) for n, t in weights().items()))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in weights().values())
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_tied_model_holds_its_embedding_once():
+    config = replace(CONFIG, tie_word_embeddings=True)
+    model = build(config)
+    load_weights(model, weights(config).items())
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_faults_are_named():
+    good = weights()
+    cases = [
+        ({**good, "model.layers.9.mlp.up_proj.weight": torch.ones(2)}, r"1 unexpected \(model\.layers\.9"),
+        (
+            {n: t for n, t in good.items() if "k_proj" not in n},
+            r"2 missing \(model\.layers\.0\.self_attn\.k_proj",
+        ),
+        (
+            {**good, "model.norm.weight": torch.ones(17)},
+            r"model\.norm\.weight has shape \[17\].* asks for \[16\]",
+        ),
+        ({}, r"21 missing \(.*, …\)"),
+    ]
+    for state, message in cases:
+        with pytest.raises(ModelError, match=message) as caught:
+            load_weights(build(), state.items())
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is given twice"):
+        load_weights(build(), [("model.norm.weight", torch.ones(16))] * 2)
+
+
+def test_derived_buffers_of_old_checkpoints_are_ignored():
+    load_weights(
+        build(), {**weights(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}.items()
+    )
+
+
+def test_unknown_architecture():
+    with pytest.raises(
+        ModelError, match="architecture 'GPT9ForCausalLM' is not supported: use a model of Llama"
+    ):
+        model_class("GPT9ForCausalLM")
+
+
+def test_kv_groups_of_config_and_model_agree():
+    qwen = {"use_sliding_window": True, "max_window_layers": 1}
+    cases = {
+        (None, None): CONFIG,
+        (12, 12): replace(CONFIG, sliding_window=12),
+        (None, 12): replace(CONFIG, sliding_window=12, architecture="Qwen2ForCausalLM", extra=qwen),
+        (12, None): replace(
+            CONFIG,
+            sliding_window=12,
+            architecture="Qwen3ForCausalLM",
+            extra={**qwen, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
+    }
+    for windows, config in cases.items():
+        assert tuple(layer_windows(config)) == windows
+        (group,) = kv_groups(config, "bfloat16", 8)
+        model = build(config, device="meta", dtype=torch.bfloat16, block_size=8)
+        assert model.kv_groups() == [group]
+        assert group.sliding_window == (windows[0] if windows[0] == windows[1] else None)
+        assert [layer.sliding_window for layer in model.attention_layers()] == list(windows)
+        assert group.layers == (0, 1)
+        assert group.block_bytes() == 2 * (2 * 2 * 8 * 4 * 2)
