@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
@@ -54,12 +55,16 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
 def set_threads(config: EngineConfig, device: torch.device) -> int:
     """Set PyTorch's threads for the calling thread; returns their number.
 
-    On a CPU as many as physical cores that this process may use; beside a GPU one, since the host
-    only prepares small tensors and idle workers would get in its way.
+    On a CPU as many as physical cores that this process may use, or OMP_NUM_THREADS; beside a GPU
+    one, since the host only prepares small tensors and idle workers would get in its way.
     """
-    if device.type == "cuda":
-        threads = config.num_threads or 1
+    if config.num_threads is not None:
+        threads = config.num_threads
+    elif device.type == "cuda":
+        threads = 1
+    elif os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        threads = max(1, int(os.environ["OMP_NUM_THREADS"]))
     else:
-        threads = config.num_threads or max(1, min(detect_cpu().physical_cores, usable_cores()))
+        threads = max(1, min(detect_cpu().physical_cores, usable_cores()))
     torch.set_num_threads(threads)
     return threads
