@@ -1,0 +1,196 @@
+"""Compiles every Triton kernel for a GPU architecture on a machine that needs no GPU.
+
+Usage: python benchmarks/compile_gpu_kernels.py [--capability 90] [--only paged_decode]
+
+Calls the kernels' own wrappers on CPU tensors with a stand-in for the driver, so that what is
+compiled is exactly what a launch would compile. Prints shared memory, registers and spills, and
+which matrix instructions and asynchronous copies are in the code; ends with 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.triton import activation, attention, norm, rotary_kv, sampling
+
+
+class _StandInDriver:
+    """Answers what compilation asks of a driver."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def _report(compiled: Any) -> str:
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([ptxas, "--dump-resource-usage", file.name], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    regs, stack = found.groups() if found else ("?", "?")
+    ptx = compiled.asm["ptx"]
+    uses = {
+        "wgmma": "wgmma.mma_async" in ptx,
+        "mma": "mma.sync" in ptx,
+        "cp.async": "cp.async.c" in ptx,
+        "16B loads": ".v4.b32" in ptx or "0x10" in ptx,
+    }
+    return (
+        f"shared {compiled.metadata.shared / 1024:6.1f} KiB, registers {regs:>3}, stack {stack:>3}, "
+        f"warps {compiled.metadata.num_warps:2}: {' '.join(k for k, v in uses.items() if v)}"
+    )
+
+
+def _attention_case(
+    kind: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    window: int | None,
+    rows: int,
+) -> Callable[[], None]:
+    def call() -> None:
+        requests = 32
+        q = torch.empty(requests * rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        q = q[:, : heads * dim].view(-1, heads, dim)
+        cache = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype)
+        table = torch.zeros(requests, 64, dtype=torch.int32)
+        starts, lens = torch.zeros(requests + 1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+        out = torch.empty(q.shape, dtype=dtype)
+        if kind == "decode":
+            for splits in (1, 4):
+                attention.paged_decode(
+                    q, cache, out, starts, lens, table, 0, requests, rows, splits,
+                    torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window,
+                )  # fmt: skip
+        else:
+            attention.paged_prefill(q, cache, out, starts, lens, table, 3, requests, len(q), 0.1, window)
+
+    return call
+
+
+def cases() -> list[tuple[str, Callable[[], Any]]]:
+    """Every kernel, in the shapes of the models that the project is measured with, and awkward ones."""
+    found: list[tuple[str, Callable[[], Any]]] = []
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    for kind, dtype, heads, kv_heads, dim, block, window, rows in [
+        ("decode", bf16, 32, 8, 128, 16, None, 1),
+        ("decode", bf16, 16, 8, 128, 16, None, 1),
+        ("decode", bf16, 32, 8, 128, 16, None, 4),
+        ("decode", bf16, 9, 3, 64, 16, None, 1),
+        ("decode", bf16, 14, 2, 64, 32, None, 1),
+        ("decode", f16, 32, 32, 80, 8, None, 1),
+        ("decode", bf16, 32, 32, 96, 16, 2048, 1),
+        ("decode", bf16, 4, 1, 256, 16, 512, 1),
+        ("decode", f32, 9, 3, 64, 16, None, 1),
+        ("decode", f32, 4, 1, 256, 16, None, 8),
+        ("prefill", bf16, 32, 8, 128, 16, None, 64),
+        ("prefill", bf16, 16, 8, 128, 16, None, 64),
+        ("prefill", bf16, 9, 3, 64, 16, None, 64),
+        ("prefill", bf16, 14, 2, 64, 32, None, 64),
+        ("prefill", f16, 32, 32, 80, 8, None, 64),
+        ("prefill", bf16, 32, 32, 96, 16, 2048, 64),
+        ("prefill", bf16, 4, 1, 256, 16, 512, 64),
+        ("prefill", f32, 9, 3, 64, 16, None, 64),
+        ("prefill", f32, 4, 1, 256, 16, None, 64),
+    ]:
+        shape = f"{heads}/{kv_heads}x{dim} block {block} window {window} rows {rows}"
+        name = f"paged_{kind} {str(dtype)[6:]} {shape}"
+        found.append((name, _attention_case(kind, dtype, heads, kv_heads, dim, block, window, rows)))
+
+    x = torch.empty(4, 4096, dtype=bf16)
+    weight = torch.empty(4096, dtype=bf16)
+    found.append(("rms_norm", lambda: norm.rms_norm(x, weight, 1e-6)))
+    found.append(("add_rms_norm", lambda: norm.add_rms_norm(x, x.clone(), weight, 1e-6)))
+    found.append(("silu_and_mul", lambda: activation.silu_and_mul(x)))
+    positions, slots = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    for heads, kv_heads, dim, rot, normed in [
+        (32, 8, 128, 128, False),
+        (16, 8, 128, 128, True),
+        (32, 32, 80, 32, True),
+    ]:
+        qkv = torch.empty(4, (heads + 2 * kv_heads) * dim, dtype=bf16)
+        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+        q, k, v = q.view(4, heads, dim), k.view(4, kv_heads, dim), v.view(4, kv_heads, dim)
+        cache = torch.empty(2, 2, kv_heads, 16, dim, dtype=bf16)
+        w = torch.empty(dim, dtype=bf16) if normed else None
+        rotate = functools.partial(
+            rotary_kv.rotary_and_write_kv, q, k, v, torch.empty(64, rot), positions, cache, slots, w, w
+        )
+        found.append((f"rotary_and_write_kv {heads}/{kv_heads}x{dim} rot {rot} norm {normed}", rotate))
+        write = functools.partial(rotary_kv.write_kv, k, v, cache, slots)
+        found.append((f"write_kv {kv_heads}x{dim}", write))
+    keys, temperature = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    for dtype in (f32, bf16):
+        logits = torch.empty(4, 128256, dtype=dtype)
+        found.append((f"argmax {str(dtype)[6:]}", functools.partial(sampling.argmax, logits)))
+        sample = functools.partial(sampling.gumbel_argmax, logits, temperature, keys, keys)
+        found.append((f"gumbel_argmax {str(dtype)[6:]}", sample))
+    return found
+
+
+def main() -> int:
+    """Compiles all cases; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--capability", type=int, default=90, help="compute capability, as 90 for 9.0")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    args = parser.parse_args()
+    triton.runtime.driver.set_active(_StandInDriver(args.capability))
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *call_args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *call_args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.__name__, kernel))
+        return kernel
+
+    JITFunction.run = compile_only
+    failures = 0
+    for name, call in cases():
+        if args.only not in name:
+            continue
+        compiled.clear()
+        start = time.perf_counter()
+        try:
+            call()
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {name}: {type(error).__name__}: {error}")
+            continue
+        print(f"{name} ({time.perf_counter() - start:.1f} s)")
+        for kernel_name, kernel in compiled:
+            print(f"    {kernel_name.strip('_'):22} {_report(kernel)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,407 @@
+"""Causal attention over the paged KV cache, for ragged batches.
+
+Two kernels read one cache and one metadata. `paged_decode` is for requests with few rows: it
+splits each context over programs (flash-decoding) and the last program to finish a head combines
+the splits, so that a step is one launch. `paged_prefill` is for requests with many rows: tiles of
+rows, FlashAttention-like (arXiv 2205.14135, 2307.08691). Both put all query heads of a KV head in
+one tile, so that K and V are read once per group.
+
+Grids come from what the host knows (shapes and upper bounds), never from device data; programs
+without work leave early. A launch recorded in a CUDA graph therefore serves any lengths below the
+bounds it was recorded with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+# A tile of the decode kernel holds (rows of a request) x (query heads of a KV head).
+MAX_DECODE_TILE = 64
+
+
+@triton.jit
+def _kv_steps(
+    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One pass of online softmax over context positions `begin..end` (exclusive).
+
+    MASKED False promises that every row sees every position of the range and that its length is a
+    multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
+    """
+    ALIGN: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 1
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        pos = tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK_N)
+        if MASKED:
+            block = tl.load(table_ptr + pos // BLOCK_SIZE, mask=pos < end, other=0)
+        else:
+            block = tl.load(table_ptr + pos // BLOCK_SIZE)
+        # 64-bit: a cache of many gigabytes has more elements than an int32 can count.
+        rows = block.to(tl.int64) * cache_block + (pos % BLOCK_SIZE) * HEAD_DIM
+        k_ptr = head_ptr + rows[None, :] + dims[:, None]
+        v_ptr = head_ptr + V_OFFSET + rows[:, None] + dims[None, :]
+        if MASKED or HEAD_DIM < BLOCK_D:
+            live = dims < HEAD_DIM
+            k = tl.load(k_ptr, mask=(pos < end)[None, :] & live[:, None], other=0.0)
+        else:
+            k = tl.load(k_ptr)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if MASKED:
+            seen = (pos[None, :] <= row_pos[:, None]) & (pos < end)[None, :]
+            if WINDOW > 0:
+                seen = seen & (pos[None, :] > row_pos[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        if MASKED:
+            # A row that has seen nothing yet must not compute inf - inf.
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        else:
+            safe_max = new_max
+        probs = tl.math.exp2(scores * scale_log2 - safe_max[:, None])
+        shrink = tl.math.exp2(row_max - safe_max)
+        row_sum = row_sum * shrink + tl.sum(probs, axis=1)
+        if MASKED or HEAD_DIM < BLOCK_D:
+            v = tl.load(v_ptr, mask=(pos < end)[:, None] & live[None, :], other=0.0)
+        else:
+            v = tl.load(v_ptr)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _combine_splits(
+    out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Sums the `splits` partial results of one (request, KV head), in the order of their positions."""
+    # Partials were written by other multiprocessors: read them past the L1 (".cg").
+    tile = tl.arange(0, BLOCK_T)
+    dims = tl.arange(0, BLOCK_D)
+    every = tl.arange(0, MAX_SPLITS)
+    all_max = tl.load(
+        max_ptr + (base + every[:, None]) * TILE + tile[None, :],
+        mask=(every < splits)[:, None] & (tile < TILE)[None, :], other=float("-inf"), cache_modifier=".cg",
+    )  # fmt: skip
+    top = tl.max(all_max, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    weight_sum = tl.zeros([BLOCK_T], tl.float32)
+    for s in tl.range(0, splits, BLOCK_S):
+        some = s + tl.arange(0, BLOCK_S)
+        mask = (some < splits)[:, None] & (tile < TILE)[None, :]
+        at = (base + some[:, None]) * TILE + tile[None, :]
+        part_max = tl.load(max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            acc_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        weight = tl.math.exp2(part_max - top[None, :])
+        total += tl.sum(part * weight[:, :, None], axis=0)
+        weight_sum += tl.sum(part_sum * weight, axis=0)
+    target = (first_row + tile // GROUP) * out_row + (kv_head * GROUP + tile % GROUP) * HEAD_DIM
+    mask = (tile < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)
+
+
+# Arguments that change from step to step must not select another compiled variant.
+@triton.jit(do_not_specialize=["first_request", "splits", "table_row"])
+def _paged_decode_kernel(
+    q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
+    first_request, splits, q_row, q_head, out_row, table_row, cache_block, scale_log2,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, request - first_request, split); SPLIT False promises that `splits` is 1.
+
+    Partial results: accumulators `[requests, kv_heads, splits, TILE, HEAD_DIM]`, then their maxima
+    and then their sums, `[requests, kv_heads, splits, TILE]` each.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILE: tl.constexpr = MAX_ROWS * GROUP
+    kv_head = tl.program_id(0)
+    slot = tl.program_id(1)
+    request = first_request + slot
+    split = tl.program_id(2)
+    context = tl.load(seq_len_ptr + request)
+    first_row = tl.load(query_start_ptr + request).to(tl.int64)
+    rows = (tl.load(query_start_ptr + request + 1) - first_row).to(tl.int32)
+    if (rows <= 0) | (context <= 0):
+        return
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(context - rows - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+    # Chunks follow the true length, so that a short context uses few of the launched splits.
+    chunk = context - low
+    used = 1
+    if SPLIT:
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(context - low, splits), BLOCK_N) * BLOCK_N, MIN_CHUNK)
+        used = tl.cdiv(context - low, chunk)
+    if split >= used:
+        return
+    begin = low + split * chunk
+    end = tl.minimum(begin + chunk, context)
+
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    row = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    mask = (m < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tile = q_ptr + (first_row + row)[:, None] * q_row + head[:, None] * q_head + dims[None, :]
+    q = tl.load(q_tile, mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = _kv_steps(
+        acc, row_max, row_sum, q, begin, end, context - rows + row,
+        table_ptr + request.to(tl.int64) * table_row, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
+        cache_block, scale_log2,
+        WINDOW, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+        BLOCK_N, BLOCK_D, STAGES, PRECISION,
+    )  # fmt: skip
+    if used == 1:
+        target = (first_row + row) * out_row + head * HEAD_DIM
+        result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)
+    else:
+        if SPLIT:
+            base = (slot * KV_HEADS + kv_head).to(tl.int64) * splits
+            max_ptr = partial_ptr + tl.num_programs(1).to(tl.int64) * splits * (KV_HEADS * TILE * HEAD_DIM)
+            sum_ptr = max_ptr + tl.num_programs(1).to(tl.int64) * splits * (KV_HEADS * TILE)
+            at = (base + split) * TILE + m
+            tl.store(max_ptr + at, row_max, mask=m < TILE)
+            tl.store(sum_ptr + at, row_sum, mask=m < TILE)
+            part_mask = (m < TILE)[:, None] & (dims < HEAD_DIM)[None, :]
+            tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=part_mask)
+            # All threads' stores come before the release by the one that counts.
+            tl.debug_barrier()
+            counter = counter_ptr + slot * KV_HEADS + kv_head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+            if arrived == used - 1:
+                _combine_splits(
+                    out_ptr, out_row, first_row, rows, kv_head, partial_ptr, max_ptr, sum_ptr, base, used,
+                    GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, MAX_SPLITS, BLOCK_S,
+                )  # fmt: skip
+                tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["first_request", "num_requests", "table_row"])
+def _paged_prefill_kernel(
+    q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr,
+    first_request, num_requests, q_row, q_head, out_row, table_row, cache_block, scale_log2,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, tile): a tile is BLOCK_M // GROUP rows of one request."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    # Later rows have longer contexts: starting with them leaves short tiles to fill the end.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    # Request i begins at tile (rows before it) // TILE_ROWS + (requests before it): monotonic, and
+    # wide enough for its last, partly filled tile. Find the last request that begins at or before.
+    origin = tl.load(query_start_ptr + first_request)
+    request = first_request
+    above = num_requests
+    while above - request > 1:
+        middle = (request + above) // 2
+        begins = (tl.load(query_start_ptr + middle) - origin) // TILE_ROWS + middle - first_request
+        request = tl.where(begins <= tile, middle, request)
+        above = tl.where(begins <= tile, above, middle)
+    start = tl.load(query_start_ptr + request)
+    rows = tl.load(query_start_ptr + request + 1) - start
+    tile_row = (tile - ((start - origin) // TILE_ROWS + request - first_request)) * TILE_ROWS
+    if tile_row >= rows:
+        return
+    context = tl.load(seq_len_ptr + request)
+
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    row = tile_row + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    mask = ((m < TILE_ROWS * GROUP) & (row < rows))[:, None] & (dims < HEAD_DIM)[None, :]
+    at_row = start.to(tl.int64) + row
+    q_tile = q_ptr + at_row[:, None] * q_row + head[:, None] * q_head + dims[None, :]
+    q = tl.load(q_tile, mask=mask, other=0.0)
+    first_pos = context - rows + tile_row
+    end = tl.minimum(first_pos + TILE_ROWS, context)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_pos = context - rows + row
+    table = table_ptr + request.to(tl.int64) * table_row
+    head_ptr = cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    V_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+    else:
+        # Positions that every row of the tile sees need no mask.
+        begin = (first_pos + 1) // BLOCK_N * BLOCK_N
+        acc, row_max, row_sum = _kv_steps(
+            acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2,
+            WINDOW, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+        )  # fmt: skip
+    acc, row_max, row_sum = _kv_steps(
+        acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2,
+        WINDOW, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+    )  # fmt: skip
+    result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    out_tile = out_ptr + at_row[:, None] * out_row + head[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_tile, result, mask=mask)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Shape of one program: rows of scores (0: as few as the request needs), context positions, pipeline."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+
+
+def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """Tile of the decode kernel: enough bytes in flight for the memory, two programs a multiprocessor."""
+    if dtype == torch.float32:
+        return TileConfig(0, 32, 2, 4) if head_dim <= 128 else TileConfig(0, 16, 2, 8)
+    return TileConfig(0, 64 if head_dim <= 128 else 32, 3, 4)
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """Tile of the prefill kernel."""
+    if dtype == torch.float32:
+        return TileConfig(32, 32, 1, 4) if head_dim <= 128 else TileConfig(16, 16, 1, 8)
+    if head_dim <= 128:
+        return TileConfig(128, 64, 3, 8)
+    return TileConfig(128, 64, 2, 8)
+
+
+# A split shorter than this costs more in partial results than it gains in parallelism.
+MIN_CHUNK = 128
+MAX_SPLITS = 64
+
+
+def choose_splits(programs: int, max_context: int, multiprocessors: int, per_multiprocessor: int = 2) -> int:
+    """Into how many pieces a context is split, from what the host knows.
+
+    The smallest number whose last wave of programs is nearly full: within 15% of the best filling.
+
+    Args:
+        programs: requests x KV heads.
+        max_context: upper bound of the context (of the window, where there is one).
+        multiprocessors: of the device.
+        per_multiprocessor: programs that run on one at a time.
+    """
+    slots = multiprocessors * per_multiprocessor
+    most = max(1, min(-(-max_context // MIN_CHUNK), MAX_SPLITS, max(4, slots // max(programs, 1))))
+    filling = [programs * s / slots / -(-programs * s // slots) for s in range(1, most + 1)]
+    best = max(filling)
+    return next(s for s, f in enumerate(filling, 1) if f >= 0.85 * best)
+
+
+def decode_workspace_sizes(
+    requests: int, kv_heads: int, group: int, head_dim: int, max_rows: int, splits: int
+) -> tuple[int, int]:
+    """Elements that `paged_decode` needs: of float32 partial results, of int32 counters (zeroed once)."""
+    partials = 0 if splits == 1 else requests * kv_heads * splits * max_rows * group
+    return partials * (head_dim + 2), requests * kv_heads
+
+
+def paged_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    first_request: int,
+    num_requests: int,
+    max_rows: int,
+    splits: int,
+    partials: torch.Tensor,
+    counters: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
+
+    Args:
+        q: `[rows, heads, head_dim]`, contiguous in the last dimension.
+        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`, each block contiguous.
+        out: `[rows, heads, head_dim]`, contiguous in its last two dimensions; rows of requests
+            with an empty context are left as they are.
+        query_start, seq_lens, block_table: as in `AttentionMetadata` (int32).
+        max_rows: `max_rows * heads / kv_heads` is at most `MAX_DECODE_TILE`.
+        splits: programs per context, at most `MAX_SPLITS` (`choose_splits`).
+        partials, counters: see `decode_workspace_sizes`; counters are zero before and after.
+        scale: of the scores.
+        window: positions a row sees, itself included; None: all.
+        config: tile shape; None: the measured default.
+    """
+    heads, head_dim = q.shape[1], q.shape[2]
+    kv_heads, block_size = cache.shape[2], cache.shape[3]
+    cfg = config or decode_config(head_dim, q.dtype)
+    block_d = triton.next_power_of_2(head_dim)
+    tile = max_rows * (heads // kv_heads)
+    block_t = triton.next_power_of_2(tile)
+    _paged_decode_kernel[(kv_heads, num_requests - first_request, splits)](
+        q, cache, out, query_start, seq_lens, block_table, partials, counters, first_request, splits,
+        q.stride(0), q.stride(1), out.stride(0), block_table.stride(0), cache.stride(0), scale * LOG2E,
+        WINDOW=window or 0, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        MAX_ROWS=max_rows, SPLIT=splits > 1, MAX_SPLITS=MAX_SPLITS,
+        MIN_CHUNK=triton.cdiv(MIN_CHUNK, cfg.block_n) * cfg.block_n,
+        BLOCK_M=max(16, block_t), BLOCK_N=cfg.block_n, BLOCK_D=block_d,
+        BLOCK_T=block_t, BLOCK_S=max(1, min(MAX_SPLITS, 8192 // (block_t * block_d))),
+        STAGES=cfg.stages, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=cfg.warps,
+    )  # fmt: skip
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    first_request: int,
+    num_requests: int,
+    max_rows: int,
+    scale: float,
+    window: int | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """Attention of requests `first_request .. num_requests` (exclusive), of any number of rows each.
+
+    Args:
+        max_rows: upper bound of the rows of these requests together; the rest as for `paged_decode`.
+    """
+    heads, head_dim = q.shape[1], q.shape[2]
+    kv_heads, block_size = cache.shape[2], cache.shape[3]
+    cfg = config or prefill_config(head_dim, q.dtype)
+    group = heads // kv_heads
+    block_m = max(cfg.block_m, triton.next_power_of_2(group))
+    tiles = max_rows // (block_m // group) + (num_requests - first_request)
+    _paged_prefill_kernel[(kv_heads, tiles)](
+        q, cache, out, query_start, seq_lens, block_table, first_request, num_requests,
+        q.stride(0), q.stride(1), out.stride(0), block_table.stride(0), cache.stride(0), scale * LOG2E,
+        WINDOW=window or 0, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_M=block_m, BLOCK_N=cfg.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
+        STAGES=cfg.stages, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=cfg.warps,
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""Writing keys and values into the paged cache, alone and fused with rotary embedding and q/k norms."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _write_kv_kernel(
+    k_ptr, v_ptr, cache_ptr, slot_ptr, k_row, k_head, v_row, v_head, cache_block,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    slot = tl.load(slot_ptr + row)
+    if slot < 0:
+        return
+    mask = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    cache_row = cache_ptr + (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * HEAD_DIM
+    target = cache_row + heads[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+    k = tl.load(k_ptr + row * k_row + heads[:, None] * k_head + dims[None, :], mask=mask)
+    v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
+    tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + HEADS * BLOCK_SIZE * HEAD_DIM, v.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weighted(x, scale, weight, dtype: tl.constexpr):
+    """The tile `x` times its heads' `scale`, rounded to `dtype` before the weight as an unfused norm does."""
+    return ((x * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, weight_ptr, cos_sin_ptr, eps, head_stride, heads, live,
+    HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Norms and rotates some heads of one row in place; returns their new low, high and unrotated parts."""
+    HALF: tl.constexpr = ROT_DIM // 2
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    half = tl.arange(0, BLOCK_HALF)
+    mask = live[:, None] & (half < HALF)[None, :]
+    cos = tl.load(cos_sin_ptr + half, mask=half < HALF, other=0.0)
+    sin = tl.load(cos_sin_ptr + HALF + half, mask=half < HALF, other=0.0)
+    low_ptr = x_ptr + heads[:, None] * head_stride + half[None, :]
+    low = tl.load(low_ptr, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(low_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    rest_dims = ROT_DIM + tl.arange(0, BLOCK_REST)
+    rest_mask = live[:, None] & (rest_dims < HEAD_DIM)[None, :]
+    rest_ptr = x_ptr + heads[:, None] * head_stride + rest_dims[None, :]
+    rest = tl.load(rest_ptr, mask=rest_mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)
+        low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+        low = _weighted(low, scale, low_weight, dtype)
+        high = _weighted(high, scale, high_weight, dtype)
+        rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0).to(tl.float32)
+        rest = _weighted(rest, scale, rest_weight, dtype)
+        tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
+    new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
+    new_high = (high * cos[None, :] + low * sin[None, :]).to(dtype)
+    tl.store(low_ptr, new_low, mask=mask)
+    tl.store(low_ptr + HALF, new_high, mask=mask)
+    return new_low, new_high, rest.to(dtype)
+
+
+@triton.jit
+def _rotary_write_kernel(
+    q_ptr, k_ptr, v_ptr, cos_sin_ptr, position_ptr, slot_ptr, cache_ptr, q_weight_ptr, k_weight_ptr, eps,
+    q_row, q_head, k_row, k_head, v_row, v_head, cache_block,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, g): the g-th group of BLOCK_H heads; query groups come first, then KV groups."""
+    HALF: tl.constexpr = ROT_DIM // 2
+    Q_GROUPS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    angles = cos_sin_ptr + tl.load(position_ptr + row) * ROT_DIM
+    heads = group * BLOCK_H + tl.arange(0, BLOCK_H)
+    if group < Q_GROUPS:
+        _rotate_heads(
+            q_ptr + row * q_row, q_weight_ptr, angles, eps, q_head, heads, heads < Q_HEADS,
+            HEAD_DIM, ROT_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM,
+        )  # fmt: skip
+    else:
+        heads = heads - Q_GROUPS * BLOCK_H
+        live = heads < KV_HEADS
+        low, high, rest = _rotate_heads(
+            k_ptr + row * k_row, k_weight_ptr, angles, eps, k_head, heads, live,
+            HEAD_DIM, ROT_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM,
+        )  # fmt: skip
+        if HAS_CACHE:
+            slot = tl.load(slot_ptr + row)
+            live = live & (slot >= 0)
+            dtype: tl.constexpr = cache_ptr.dtype.element_ty
+            cache_row = cache_ptr + (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * HEAD_DIM
+            head_ptr = cache_row + heads[:, None] * (BLOCK_SIZE * HEAD_DIM)
+            half = tl.arange(0, BLOCK_HALF)[None, :]
+            mask = live[:, None] & (half < HALF)
+            tl.store(head_ptr + half, low.to(dtype), mask=mask)
+            tl.store(head_ptr + HALF + half, high.to(dtype), mask=mask)
+            rest_dims = ROT_DIM + tl.arange(0, BLOCK_REST)[None, :]
+            tl.store(head_ptr + rest_dims, rest.to(dtype), mask=live[:, None] & (rest_dims < HEAD_DIM))
+            dims = tl.arange(0, BLOCK_D)[None, :]
+            mask = live[:, None] & (dims < HEAD_DIM)
+            v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims, mask=mask)
+            tl.store(head_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM + dims, v.to(dtype), mask=mask)
+
+
+def _heads_block(heads: int, block_d: int) -> int:
+    """Heads of one program: about 1024 elements, so that a decode row still spreads over programs."""
+    return max(1, min(triton.next_power_of_2(heads), 1024 // block_d))
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Stores rows of keys and values at their slots.
+
+    Args:
+        k, v: `[rows, kv_heads, head_dim]`, contiguous in the last dimension.
+        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`; each block contiguous.
+        slot_mapping: int64 `[rows]`, `block_id * block_size + offset`; negative rows are dropped.
+    """
+    rows, heads, head_dim = k.shape
+    if rows == 0:
+        return
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = _heads_block(heads, block_d)
+    _write_kv_kernel[(rows, triton.cdiv(heads, block_h))](
+        k, v, cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
+        HEADS=heads, HEAD_DIM=head_dim, BLOCK_SIZE=cache.shape[3], BLOCK_H=block_h, BLOCK_D=block_d,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def rotary_and_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotates `q` and `k` in place (neox pairing: dimension i with i + rot_dim/2), then stores K and V.
+
+    With `q_weight` and `k_weight`, each head of `q` and `k` is RMS-normalized first (Qwen3). Without
+    a cache only the rotation (and norm) is done. Source: RoPE, arXiv 2104.09864.
+
+    Args:
+        q: `[rows, heads, head_dim]`, contiguous in the last dimension (may be a view of the QKV rows).
+        k, v: `[rows, kv_heads, head_dim]`, likewise.
+        cos_sin: float32 `[max_position, rot_dim]`, cosines in the first half and sines in the second;
+            dimensions past `rot_dim` are not rotated.
+        positions: int64 `[rows]`.
+        cache, slot_mapping: as for `write_kv`.
+        q_weight, k_weight: `[head_dim]` each, or both None.
+        eps: of the norms.
+    """
+    rows, heads, head_dim = q.shape
+    kv_heads, rot_dim = k.shape[1], cos_sin.shape[1]
+    if rows == 0:
+        return
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = _heads_block(max(heads, kv_heads), block_d)
+    grid = (rows, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h))
+    _rotary_write_kernel[grid](
+        q, k, v, cos_sin, positions,
+        positions if slot_mapping is None else slot_mapping,
+        k if cache is None else cache,
+        q if q_weight is None else q_weight,
+        k if k_weight is None else k_weight,
+        eps,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        0 if cache is None else cache.stride(0),
+        Q_HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROT_DIM=rot_dim,
+        BLOCK_SIZE=1 if cache is None else cache.shape[3],
+        BLOCK_H=block_h, BLOCK_HALF=triton.next_power_of_2(rot_dim // 2),
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rot_dim)), BLOCK_D=block_d,
+        HAS_NORM=q_weight is not None, HAS_CACHE=cache is not None,
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""Attention on NVIDIA GPUs: Triton kernels over the paged cache, ready for CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels.triton import attention as kernels
+from octavo.kernels.triton import rotary_kv
+from octavo.layers.attention import AttentionBackend, AttentionMetadata
+
+if TYPE_CHECKING:
+    from octavo.kv.format import KVFormat
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter: any small number
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class _Workspace:
+    """Scratch memory of a device, shared by all layers: launches of one stream follow each other.
+
+    It grows and never lets go of what it once handed out, since a recorded graph may still use it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._retired: list[torch.Tensor] = []
+        self.floats = torch.empty(1 << 16, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(1 << 10, dtype=torch.int32, device=device)
+
+    def reserve(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """At least so many float32 of any content, and int32 counters that are zero between launches."""
+        if floats > self.floats.numel():
+            self._retired.append(self.floats)
+            self.floats = torch.empty(1 << (floats - 1).bit_length(), dtype=torch.float32, device=self.device)
+        if counters > self.counters.numel():
+            self._retired.append(self.counters)
+            size = 1 << (counters - 1).bit_length()
+            self.counters = torch.zeros(size, dtype=torch.int32, device=self.device)
+        return self.floats, self.counters
+
+
+@functools.cache
+def _workspace(device: torch.device) -> _Workspace:
+    return _Workspace(device)
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """One launch of the decode kernel: requests `first .. last` of at most `max_rows` rows each."""
+
+    first: int
+    last: int
+    max_rows: int
+    splits: int
+    partials: torch.Tensor
+    counters: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Launches of a layer: decode kernels, then the prefill kernel on what remains."""
+
+    decodes: tuple[_Decode, ...]
+    prefill_from: int
+    prefill_rows: int
+
+
+class TritonAttention(AttentionBackend):
+    """Paged attention by `octavo.kernels.triton.attention`, for bfloat16, float16 and float32.
+
+    The leading `meta.num_decodes` requests (one row each) go to the decode kernel; so do the others
+    if they have few rows (drafts to verify), and else to the prefill kernel: one launch for a pure
+    batch, two for a mixed one. Which launches, and their grids, follow from the metadata's host
+    fields alone. A graph recorded on a metadata therefore serves every step that is copied into that
+    metadata's tensors and stays within its bounds; requests added as padding have no rows
+    (`query_start[i] == query_start[i + 1]`), and their output rows are left unwritten.
+    """
+
+    name = "triton"
+
+    def __init__(self, num_heads: int, fmt: KVFormat, scale: float, sliding_window: int | None = None):
+        super().__init__(num_heads, fmt, scale, sliding_window)
+        self.group = num_heads // fmt.num_kv_heads
+
+    def _fits_decode(self, max_query_len: int) -> bool:
+        return _power_of_2(max_query_len) * self.group <= kernels.MAX_DECODE_TILE
+
+    def _decode(self, meta: AttentionMetadata, first: int, last: int, max_query_len: int) -> _Decode:
+        device = meta.seq_lens.device
+        max_rows = _power_of_2(max_query_len)
+        context = meta.max_seq_len
+        if self.sliding_window is not None:
+            context = min(context, self.sliding_window + max_rows + self.fmt.block_size)
+        requests, heads = last - first, self.fmt.num_kv_heads
+        splits = kernels.choose_splits(requests * heads, context, _multiprocessors(device))
+        sizes = kernels.decode_workspace_sizes(
+            requests, heads, self.group, self.fmt.head_dim, max_rows, splits
+        )
+        return _Decode(first, last, max_rows, splits, *_workspace(device).reserve(*sizes))
+
+    def plan(self, meta: AttentionMetadata) -> None:
+        n = meta.num_requests
+        singles = n if meta.max_query_len == 1 else meta.num_decodes
+        if not self._fits_decode(1):
+            singles = 0
+        decodes = []
+        if singles:
+            decodes.append(self._decode(meta, 0, singles, 1))
+        rest = singles
+        if rest < n and self._fits_decode(meta.max_query_len):
+            decodes.append(self._decode(meta, rest, n, meta.max_query_len))
+            rest = n
+        meta.plan = _Plan(tuple(decodes), rest, meta.num_rows - singles)
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        rotary_kv.write_kv(k, v, cache, meta.slot_mapping)
+
+    def rotary_and_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        slots = meta.slot_mapping
+        rotary_kv.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, slots, q_weight, k_weight, eps)
+        return q
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        plan = meta.plan
+        if not isinstance(plan, _Plan):
+            self.plan(meta)
+            plan = meta.plan
+            assert isinstance(plan, _Plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for part in plan.decodes:
+            kernels.paged_decode(
+                q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
+                part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
+                self.scale, self.sliding_window,
+            )  # fmt: skip
+        if plan.prefill_from < meta.num_requests:
+            kernels.paged_prefill(
+                q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
+                plan.prefill_from, meta.num_requests, plan.prefill_rows, self.scale, self.sliding_window,
+            )  # fmt: skip
+        return out
+
+    def prepare_capture(self, meta: AttentionMetadata) -> None:
+        # Grids come from the host's bounds in `meta`, which the recorded launches keep.
+        self.plan(meta)
+
+    def prepare_replay(self, meta: AttentionMetadata) -> None:
+        # Everything that changes is read from the metadata's tensors.
+        pass
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -1,0 +1,77 @@
+"""Random ragged batches over a paged cache, and attention over them in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kv.format import KVFormat
+from octavo.layers.attention import AttentionMetadata
+
+
+def ragged_batch(
+    shapes: list[tuple[int, int]],
+    heads: int,
+    fmt: KVFormat,
+    device: str = "cpu",
+    seed: int = 0,
+    num_decodes: int = 0,
+    spare_table: int = 2,
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    """Queries, cache and metadata of requests of (rows, context length).
+
+    Cache positions that no context owns hold NaN, and so do the blocks that spare table entries name.
+    """
+    g = torch.Generator(device="cpu").manual_seed(seed)
+    dtype = getattr(torch, fmt.dtype)
+    size = fmt.block_size
+    counts = [-(-context // size) for _, context in shapes]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=g)
+    cache = torch.full((num_blocks, *fmt.layer_block_shape()), float("nan"))
+    width = max(counts) + spare_table
+    table = order[-1].repeat(len(shapes), width)
+    slots, used = [], 0
+    for i, ((rows, context), count) in enumerate(zip(shapes, counts, strict=True)):
+        blocks = order[used : used + count]
+        used += count
+        table[i, :count] = blocks
+        position = torch.arange(context)
+        slot = blocks[position // size] * size + position % size if context else position
+        kv = torch.randn(context, 2, fmt.num_kv_heads, fmt.head_dim, generator=g)
+        cache[slot // size, :, :, slot % size] = kv
+        slots.append(slot[context - rows :])
+    starts = torch.tensor([0] + [rows for rows, _ in shapes]).cumsum(0)
+    rows = int(starts[-1])
+    q = torch.randn(rows, heads, fmt.head_dim, generator=g)
+    meta = AttentionMetadata(
+        query_start=starts.int().to(device),
+        seq_lens=torch.tensor([context for _, context in shapes], dtype=torch.int32, device=device),
+        block_table=table.int().to(device),
+        slot_mapping=torch.cat(slots).to(device),
+        num_requests=len(shapes),
+        num_rows=rows,
+        max_query_len=max(rows for rows, _ in shapes),
+        max_seq_len=max(context for _, context in shapes),
+        num_decodes=num_decodes,
+    )
+    return q.to(device, dtype), cache.to(device, dtype), meta
+
+
+def attention_float64(
+    q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """Attention of every row by itself, in float64 on the CPU."""
+    q, cache = q.double().cpu(), cache.double().cpu()
+    heads, kv_heads, size = q.shape[1], cache.shape[2], cache.shape[3]
+    starts, lens, table = meta.query_start.tolist(), meta.seq_lens.tolist(), meta.block_table.long().cpu()
+    out = torch.zeros_like(q)
+    for i in range(meta.num_requests):
+        for row in range(starts[i], starts[i + 1]):
+            last = lens[i] - (starts[i + 1] - row)
+            first = 0 if window is None else max(0, last - window + 1)
+            position = torch.arange(first, last + 1)
+            kv = cache[table[i, position // size], :, :, position % size]  # [positions, 2, kv_heads, dim]
+            kv = kv.repeat_interleave(heads // kv_heads, dim=2)
+            probs = (torch.einsum("hd,phd->hp", q[row], kv[:, 0]) * scale).softmax(-1)
+            out[row] = torch.einsum("hp,phd->hd", probs, kv[:, 1])
+    return out

@@ -1,0 +1,151 @@
+"""Triton's attention kernels against float64 and against the plain backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.kernels.triton import attention as kernels
+from octavo.kv.format import KVFormat
+from octavo.layers.attention import TorchAttention
+from octavo.layers.attention_triton import TritonAttention
+from tests.kernels.ragged import attention_float64, ragged_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bfloat16 product")
+TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double().cpu() - want).norm() / want.norm())
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that tiny batches need several of them, and splits of them."""
+    monkeypatch.setattr(kernels, "MIN_CHUNK", 16)
+    monkeypatch.setattr(kernels, "decode_config", lambda dim, dtype: kernels.TileConfig(0, 16, 1, 4))
+    monkeypatch.setattr(kernels, "prefill_config", lambda dim, dtype: kernels.TileConfig(16, 16, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "block", "window"),
+    [
+        ("float32", 4, 2, 64, 16, None),
+        ("float32", 3, 1, 80, 8, None),
+        ("float32", 6, 2, 16, 16, 7),
+        ("float32", 2, 1, 256, 32, 20),
+        ("float16", 2, 2, 96, 8, None),
+        pytest.param("bfloat16", 4, 2, 128, 16, None, marks=needs_gpu),
+    ],
+)
+def test_mixed_batch(dtype: str, heads: int, kv_heads: int, dim: int, block: int, window: int | None) -> None:
+    fmt = KVFormat(dtype, block, kv_heads, dim)
+    # Decodes first (one at a block's start, one with a context of 1), then chunks with and without context.
+    shapes = [(1, 33), (1, 1), (17, 17), (9, 40)]
+    q, cache, meta = ragged_batch(shapes, heads, fmt, DEVICE, num_decodes=2)
+    scale = dim**-0.5
+    backend = TritonAttention(heads, fmt, scale, window)
+    backend.plan(meta)
+    got = backend.attend(q, cache, meta)
+    want = attention_float64(q, cache, meta, scale, window)
+    assert relative_error(got, want) < TOLERANCE[dtype]
+    plain = TorchAttention(heads, fmt, scale, window)
+    meta.plan = None
+    cache = torch.nan_to_num(cache)  # the plain backend multiplies masked values by zero
+    assert relative_error(plain.attend(q, cache, meta), want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_splits(splits: int, window: int | None) -> None:
+    """Any number of splits, with contexts that fill all, some and one of them; twice, for the counters."""
+    heads, fmt = 4, KVFormat("float32", 8, 2, 16)
+    shapes = [(1, 65), (0, 0), (1, 17), (1, 16)]
+    q, cache, meta = ragged_batch(shapes, heads, fmt, DEVICE)
+    sizes = kernels.decode_workspace_sizes(len(shapes), 2, 2, 16, 1, splits)
+    partials = torch.full((sizes[0],), float("nan"), device=DEVICE)
+    counters = torch.zeros(sizes[1], dtype=torch.int32, device=DEVICE)
+    want = attention_float64(q, cache, meta, 0.25, window)
+    for _ in range(2):
+        out = torch.full_like(q, float("nan"))
+        kernels.paged_decode(
+            q, cache, out, meta.query_start, meta.seq_lens, meta.block_table, 0, len(shapes), 1, splits,
+            partials, counters, 0.25, window,
+        )  # fmt: skip
+        assert relative_error(out, want) < 2e-6
+        assert counters.count_nonzero() == 0
+
+
+def test_several_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification of drafts: few rows a request, each with its own causal limit, over split contexts."""
+    heads, fmt = 6, KVFormat("float32", 8, 2, 16)
+    monkeypatch.setattr(kernels, "choose_splits", lambda *args: 3)
+    q, cache, meta = ragged_batch([(4, 50), (3, 3), (1, 17)], heads, fmt, DEVICE)
+    backend = TritonAttention(heads, fmt, 0.3)
+    backend.plan(meta)
+    assert [d.max_rows for d in meta.plan.decodes] == [4]
+    assert relative_error(backend.attend(q, cache, meta), attention_float64(q, cache, meta, 0.3)) < 2e-6
+
+
+def test_many_rows_are_tiled() -> None:
+    """The prefill kernel finds the request of each tile, empty requests and a loose bound included.
+
+    It also serves requests of one row, so that the hint `num_decodes` is no more than that.
+    """
+    heads, fmt = 3, KVFormat("float32", 8, 1, 16)
+    shapes = [(1, 9), (0, 0), (5, 5), (0, 12), (11, 19), (1, 1), (6, 24)]
+    q, cache, meta = ragged_batch(shapes, heads, fmt, DEVICE)
+    want = attention_float64(q, cache, meta, 0.25)
+    for first, extra in [(0, 0), (3, 7)]:
+        out = torch.zeros_like(q)
+        kernels.paged_prefill(
+            q, cache, out, meta.query_start, meta.seq_lens, meta.block_table, first, len(shapes),
+            meta.num_rows - int(meta.query_start[first]) + extra, 0.25,
+        )  # fmt: skip
+        start = int(meta.query_start[first])
+        assert relative_error(out[start:], want[start:]) < 2e-6
+        assert out[:start].count_nonzero() == 0
+
+
+def test_strided_rows_and_cache() -> None:
+    """Queries may be a view of the QKV rows, and a layer's cache a slice of a larger pool."""
+    heads, fmt = 4, KVFormat("float32", 8, 2, 16)
+    q, cache, meta = ragged_batch([(1, 20), (9, 21)], heads, fmt, DEVICE, num_decodes=1)
+    want = attention_float64(q, cache, meta, 0.25)
+    wide = torch.full((meta.num_rows, heads + 4, 16), float("nan"), device=DEVICE)
+    wide[:, :heads] = q
+    pool = torch.full((len(cache), 3, *cache.shape[1:]), float("nan"), device=DEVICE)
+    pool[:, 1] = cache
+    got = TritonAttention(heads, fmt, 0.25).attend(wide[:, :heads], pool[:, 1], meta)
+    assert relative_error(got, want) < 2e-6
+
+
+def test_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph records: one plan, tensors rewritten in place, requests of padding without rows."""
+    heads, fmt = 4, KVFormat("float32", 8, 2, 16)
+    monkeypatch.setattr(kernels, "choose_splits", lambda *args: 3)
+    q, cache, meta = ragged_batch([(1, 60)] * 4, heads, fmt, DEVICE)
+    backend = TritonAttention(heads, fmt, 0.25)
+    backend.prepare_capture(meta)
+    for shapes in ([(1, 60), (1, 3), (1, 33)], [(1, 1)]):
+        small_q, cache, small = ragged_batch(shapes, heads, fmt, DEVICE, seed=len(shapes))
+        n = small.num_requests
+        q[:n] = small_q
+        meta.query_start.fill_(n)[: n + 1] = small.query_start
+        meta.seq_lens.zero_()[:n] = small.seq_lens
+        meta.block_table.zero_()[:n, : small.block_table.shape[1]] = small.block_table
+        backend.prepare_replay(meta)
+        got = backend.attend(q, cache, meta)
+        assert relative_error(got[:n], attention_float64(small_q, cache, small, 0.25)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("programs", "context", "want"),
+    [(8, 100_000, range(29, 34)), (8, 128, range(1, 2)), (8, 384, range(3, 4)), (2048, 8192, range(1, 3))],
+)
+def test_choose_splits(programs: int, context: int, want: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MIN_CHUNK", 128)
+    assert kernels.choose_splits(programs, context, 132) in want
