@@ -194,12 +194,12 @@ class TextStream:
             if finished:
                 text += self._detokenizer.finish()
             return self._delta(text, None, len(ids))
-        unarmed = min(max(self._min_tokens - self._seen, 0), len(shown))
-        self._seen += len(shown)
-        text = ""
-        if unarmed:
+        unarmed, text = 0, ""
+        if self._seen < self._min_tokens:
+            unarmed = min(self._min_tokens - self._seen, len(shown))
             text = self._matcher.feed(self._detokenizer.append(shown[:unarmed]), armed=False)[0]
             shown = shown[unarmed:]
+        self._seen += unarmed + len(shown)
         if shown:
             mark = self._detokenizer.mark()
             new, match = self._matcher.feed(self._detokenizer.append(shown))

@@ -257,7 +257,7 @@ def read_folder(folder: Path) -> TokenizerParts:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(
-            f"{folder} has no tokenizer.json: add it (AutoTokenizer.save_pretrained of Transformers writes it) "
+            f"{folder} has no tokenizer.json: add it (Transformers writes it with save_pretrained) "
             "or name another tokenizer with --tokenizer"
         )
     try:
