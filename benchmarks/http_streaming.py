@@ -48,10 +48,13 @@ class _Engine:
         self.config = EngineConfig(model="fake")
         self.tokenizer = _Tokenizer()
         self.model_config = types.SimpleNamespace(vocab_size=1000)
+        self.model_name = "fake"
         self.max_model_len = 4096
         self.cache_root = bytes(32)
-        self.generation_config: dict[str, Any] = {}
         self._chunks = chunks
+
+    def default_params(self) -> SamplingParams:
+        return SamplingParams()
 
     def stats(self) -> CoreStats:
         return CoreStats()
@@ -91,7 +94,7 @@ def _serve(kind: str, chunks: int, sock: socket.socket, cpu: Any) -> None:
         app: Any = build_app(Service(_Engine(chunks), ServerConfig()))  # type: ignore[arg-type]
     else:
         app = _bare(chunks)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", access_log=False))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
 
     async def main() -> None:
         task = asyncio.ensure_future(server.serve(sockets=[sock]))

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -62,6 +62,11 @@ class AsyncLLM:
         return self._processor.tokenizer
 
     @property
+    def model_name(self) -> str:
+        """What the model is called: its folder's or file's name."""
+        return self._processor.model_name
+
+    @property
     def model_config(self) -> ModelConfig:
         """The model's architecture."""
         return self._processor.model_config
@@ -104,7 +109,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: Any = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields as `params.output_kind` says. Closing the iterator ends the request.
 
         Raises (at the first iteration):

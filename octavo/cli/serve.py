@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig, add_config_arguments, config_from_args
 from octavo.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from octavo.async_llm import AsyncLLM
 
 SUMMARY = "serve a model over the OpenAI API"
 
@@ -25,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    async def create_engine():  # type: ignore[no-untyped-def]
+    async def create_engine() -> AsyncLLM:
         from octavo.async_llm import AsyncLLM
 
         return await AsyncLLM.create(engine_config)

@@ -7,13 +7,8 @@ import hashlib
 import hmac
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.endpoints import OPERATIONS, Operation, not_found
@@ -23,31 +18,50 @@ from octavo.server.service import Service
 from octavo.server.streaming import EventStream, run_while_connected
 
 
-def build_app(service: Service) -> Starlette:
-    """The application over a service."""
+def build_app(service: Service) -> ASGIApp:
+    """The application over a service.
+
+    Starlette's router and middleware without its application class, whose error handlers would wrap
+    every chunk that is sent: each endpoint here answers for its own errors.
+    """
+    paths = {operation.path: operation.path.replace("{model}", "{model:path}") for operation in OPERATIONS}
     routes = [
-        Route(
-            operation.path.replace("{model}", "{model:path}"),
-            _Endpoint(service, operation),
-            methods=[operation.method],
-        )
+        Route(paths[operation.path], _Endpoint(service, operation), methods=[operation.method])
         for operation in OPERATIONS
     ]
-    middleware = []
-    if service.config.allowed_origins:
-        # Outermost: a preflight request carries no key.
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=service.config.allowed_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-            )
-        )
+    routes += [Route(path, _Refusal(405)) for path in paths.values()]
+    app: ASGIApp = Router(routes, redirect_slashes=False, default=_Refusal(404))
     keys = service.config.all_api_keys()
     if keys:
-        middleware.append(Middleware(_KeyMiddleware, keys=keys))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+        app = _KeyMiddleware(app, keys)
+    if service.config.allowed_origins:
+        # Outermost: a preflight request carries no key.
+        app = CORSMiddleware(
+            app,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+class _Refusal:
+    """Answers every request with 404, or with 405."""
+
+    def __init__(self, status: int):
+        self._status = status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served")
+        path = scope["path"]
+        if self._status == 404:
+            error = not_found(path)
+        else:
+            error = ApiError(
+                405, f"{scope['method']} is not allowed on {path[:128]}", code="method_not_allowed"
+            )
+        await error.response()(scope, receive, send)
 
 
 class _Endpoint:
@@ -105,17 +119,6 @@ async def _fail(response: Any, error: ApiError, scope: Scope, receive: Receive, 
         await response.fail(error, send)
     else:
         await error.response()(scope, receive, send)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return not_found(request.url.path).response()
-    message = (
-        f"{request.method} is not allowed on {request.url.path}" if error.status_code == 405 else error.detail
-    )
-    headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, message, code="method_not_allowed", headers=headers).response()
 
 
 class _KeyMiddleware:

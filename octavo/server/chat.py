@@ -66,7 +66,7 @@ async def _prepare(service: Service, body: ChatRequest, model: str, request_id: 
         raise bad_request(f"top_logprobs={top} is not valid: give an integer of at least 0", "top_logprobs")
     params = sampling_params(
         body,
-        service.engine.generation_config,
+        service.engine.default_params(),
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=top if body.logprobs else None,
     )

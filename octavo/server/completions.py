@@ -50,7 +50,7 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
     echo_only = bool(body.echo) and body.max_tokens == 0
     params = sampling_params(
         body,
-        service.engine.generation_config,
+        service.engine.default_params(),
         # An echo alone needs the prompt's pass through the model, which yields one token: dropped later.
         1 if echo_only else body.max_tokens,
         logprobs=body.logprobs,
@@ -91,8 +91,6 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str 
         texts = [None] * len(prompts)
     else:
         raise bad_request("prompt mixes texts and token ids: give one kind", "prompt")
-    if any(not prompt for prompt in prompts):
-        raise bad_request("prompt is empty: give at least one token", "prompt")
     return texts, prompts
 
 

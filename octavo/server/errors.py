@@ -7,7 +7,7 @@ import logging
 import msgspec
 from starlette.responses import Response
 
-from octavo.errors import EngineDeadError, RequestError
+from octavo.errors import EngineDeadError, RequestError, RequestFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -75,5 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
         return bad_request(str(error), error.param)
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"the engine has stopped: {error}; restart the server", code="engine_dead")
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), code="request_failed")
     logger.error("request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")

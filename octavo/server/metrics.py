@@ -7,10 +7,12 @@ answers pass through the server.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from octavo.messages import CoreStats
@@ -26,11 +28,37 @@ _TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
 _REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip  # noqa: E501
 
 
-class _CoreCollector(Collector):
-    """The engine core's own figures, read at each scrape."""
+class LatencyHistogram:
+    """Counts values by bucket, for one thread (the event loop); cheap enough to observe every token."""
 
-    def __init__(self, stats: Callable[[], CoreStats], labels: tuple[str, str]):
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...]):
+        self.name = f"vllm:{name}"
+        self.text = text
+        self._buckets = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value: in the first bucket whose upper bound is not below it."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def family(self, labels: tuple[str, str]) -> HistogramMetricFamily:
+        """What Prometheus is told: cumulative counts and the sum."""
+        bounds = [*(repr(bound) for bound in self._buckets), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.text, labels=LABELS)
+        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        return family
+
+
+class _CoreCollector(Collector):
+    """The engine core's own figures and the server's latencies, read at each scrape."""
+
+    def __init__(
+        self, stats: Callable[[], CoreStats], histograms: list[LatencyHistogram], labels: tuple[str, str]
+    ):
         self._stats = stats
+        self._histograms = histograms
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
@@ -63,6 +91,8 @@ class _CoreCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        for histogram in self._histograms:
+            yield histogram.family(self._labels)
 
 
 class Metrics:
@@ -71,12 +101,12 @@ class Metrics:
     def __init__(self, stats: Callable[[], CoreStats], model_name: str, max_model_len: int):
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
-        self._registry.register(_CoreCollector(stats, labels))
+        self._histograms: list[LatencyHistogram] = []
+        self._registry.register(_CoreCollector(stats, self._histograms, labels))
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
-                *labels
-            )
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LatencyHistogram:
+            self._histograms.append(LatencyHistogram(name, text, buckets))
+            return self._histograms[-1]
 
         lengths = _powers(max_model_len)
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
@@ -131,7 +161,12 @@ class RequestRecord:
     def observe(self, out: RequestOutput) -> None:
         """Take note of a result (a delta, or the only one)."""
         now = time.perf_counter()
-        new = sum(len(choice.token_ids) for choice in out.outputs)
+        new = 0
+        for choice in out.outputs:
+            new += len(choice.token_ids)
+            if choice.finish_reason is not None:
+                self._unfinished -= 1
+                self._metrics.finished[choice.finish_reason].inc()
         single = not self._tokens and out.finished
         if new:
             if not self._tokens:
@@ -142,10 +177,6 @@ class RequestRecord:
                 self._metrics.itl.observe(now - self._last)
             self._tokens += new
             self._last = now
-        for choice in out.outputs:
-            if choice.finish_reason is not None:
-                self._unfinished -= 1
-                self._metrics.finished[choice.finish_reason].inc()
         if out.finished:
             self._finish(out)
 

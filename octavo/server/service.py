@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -26,12 +26,24 @@ ResultBatch = list[tuple[int, RequestOutput]]
 class Engine(Protocol):
     """What the server asks of `octavo.async_llm.AsyncLLM`."""
 
-    tokenizer: Tokenizer | None
-    model_config: ModelConfig
     config: EngineConfig
-    max_model_len: int
-    cache_root: bytes
-    generation_config: dict[str, Any]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def cache_root(self) -> bytes: ...
+
+    def default_params(self) -> SamplingParams: ...
 
     def generate(
         self,
@@ -41,7 +53,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]: ...
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def check_health(self) -> None: ...
 
@@ -60,7 +72,7 @@ class Service:
     def __init__(self, engine: Engine, config: ServerConfig):
         self.engine = engine
         self.config = config
-        self.names = list(config.served_model_name or [engine.config.model or "default"])
+        self.names = list(config.served_model_name or [engine.config.model or engine.model_name])
         self.created = int(time.time())
         template = engine.config.chat_template
         self.text = TextService(
@@ -115,7 +127,7 @@ class Service:
         if self.expired:
             await asyncio.wait(self.expired, timeout=5.0)
 
-    async def results(
+    def results(
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
@@ -124,79 +136,73 @@ class Service:
         priority: int,
         cache_salt: str | None,
     ) -> AsyncGenerator[ResultBatch, None]:
-        """Run one or many prompts; yield what is new as (prompt index, result) pairs.
+        """Run one or many prompts; yields what is new as (prompt index, result) pairs.
 
         Closing the generator aborts what still runs. The first error of any prompt ends all.
         """
-
-        def one(index: int, name: str) -> AsyncGenerator[RequestOutput, None]:
-            return self._one(prompts[index], params, name, priority, cache_salt)
-
         if len(prompts) == 1:
-            async with aclosing(one(0, request_id)) as stream:
-                async for out in stream:
-                    yield [(0, out)]
-            return
-
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
-
-        async def pump(index: int) -> None:
-            try:
-                async with aclosing(one(index, f"{request_id}-{index}")) as stream:
-                    async for out in stream:
-                        queue.put_nowait((index, out))
-                queue.put_nowait((index, None))
-            except Exception as error:
-                queue.put_nowait((index, error))
-
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
-        live = len(tasks)
-        try:
-            while live:
-                news = [await queue.get()]
-                while not queue.empty():
-                    news.append(queue.get_nowait())
-                batch: ResultBatch = []
-                for index, item in news:
-                    if isinstance(item, Exception):
-                        raise item
-                    if item is None:
-                        live -= 1
-                    else:
-                        batch.append((index, item))
-                if batch:
-                    yield batch
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            return self._one(0, prompts[0], params, request_id, priority, cache_salt)
+        return _merge(
+            [
+                self._one(index, prompt, params, f"{request_id}-{index}", priority, cache_salt)
+                for index, prompt in enumerate(prompts)
+            ]
+        )
 
     async def _one(
         self,
+        index: int,
         prompt: list[int],
         params: SamplingParams,
         request_id: str,
         priority: int,
         cache_salt: str | None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[ResultBatch, None]:
         record = self.metrics.start(params)
         stream = self.engine.generate(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
         try:
             async for out in stream:
-                for choice in out.outputs:
-                    if choice.finish_reason in ("abort", "error"):
-                        raise ApiError(
-                            500,
-                            f"the engine gave up the request ({choice.finish_reason})",
-                            code="engine_error",
-                        )
                 record.observe(out)
-                yield out
+                yield [(index, out)]
         except RequestError:
             record.refused()
             raise
         finally:
             record.close()
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
+            await stream.aclose()
+
+
+async def _merge(streams: Sequence[AsyncGenerator[ResultBatch, None]]) -> AsyncGenerator[ResultBatch, None]:
+    """Results of many prompts, all that are there at a time in one batch."""
+    queue: asyncio.Queue[ResultBatch | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[ResultBatch, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for batch in stream:
+                    queue.put_nowait(batch)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    live = len(tasks)
+    try:
+        while live:
+            news = [await queue.get()]
+            while not queue.empty():
+                news.append(queue.get_nowait())
+            batch: ResultBatch = []
+            for item in news:
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    live -= 1
+                else:
+                    batch += item
+            if batch:
+                yield batch
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine.input_processor import check_salt
 from octavo.errors import EngineDeadError, RequestError
 from octavo.messages import CoreStats, RequestMetrics
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
@@ -62,9 +63,10 @@ class FakeEngine:
         self.config = EngineConfig(model="some/model", **config)
         self.model_config = types.SimpleNamespace(vocab_size=VOCAB)
         self.tokenizer: Any = ByteTokenizer()
+        self.model_name = "model"
         self.max_model_len = 200
         self.cache_root = bytes(range(32))
-        self.generation_config: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
         self.delay = delay
         self.per_step = per_step
         self.answer = text.encode()
@@ -78,6 +80,9 @@ class FakeEngine:
 
     def kill(self) -> None:
         self.dead.set()
+
+    def default_params(self) -> SamplingParams:
+        return SamplingParams(**self.defaults)
 
     async def check_health(self) -> None:
         if self.dead.is_set():
@@ -101,6 +106,7 @@ class FakeEngine:
         await self.check_health()
         self.seen.append((prompt, params, {"id": request_id, "priority": priority, "cache_salt": cache_salt}))
         self._check(prompt, request_id)
+        check_salt(cache_salt)
         assert request_id is not None
         self.live.add(request_id)
         finished = False
@@ -113,6 +119,8 @@ class FakeEngine:
             self.aborted += not finished
 
     def _check(self, prompt: list[int], request_id: str | None) -> None:
+        if not prompt:
+            raise RequestError("prompt is empty", "prompt")
         if request_id in self.live:
             raise RequestError(f"request_id={request_id!r} is in use", "request_id")
         for token in prompt:

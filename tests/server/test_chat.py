@@ -115,7 +115,7 @@ def test_return_token_ids_and_prompt_logprobs(server: Running) -> None:
 
 def test_generation_config_fills_what_the_request_leaves_out() -> None:
     engine = FakeEngine()
-    engine.generation_config = {"temperature": 0.2, "top_k": 9, "top_p": 0.8}
+    engine.defaults = {"temperature": 0.2, "top_k": 9, "top_p": 0.8}
     with running(engine) as server:
         server.post("/v1/chat/completions", ASK | {"top_p": 0.5, "seed": 7, "logit_bias": {"5": 2}})
     params = engine.seen[-1][1]
