@@ -60,16 +60,16 @@ def ragged_batch(
 def attention_float64(
     q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Attention of every row by itself, in float64 on the CPU."""
-    q, cache = q.double().cpu(), cache.double().cpu()
+    """Attention of every row by itself, in float64."""
+    q, cache = q.double(), cache.double()
     heads, kv_heads, size = q.shape[1], cache.shape[2], cache.shape[3]
-    starts, lens, table = meta.query_start.tolist(), meta.seq_lens.tolist(), meta.block_table.long().cpu()
+    starts, lens, table = meta.query_start.tolist(), meta.seq_lens.tolist(), meta.block_table.long()
     out = torch.zeros_like(q)
     for i in range(meta.num_requests):
         for row in range(starts[i], starts[i + 1]):
             last = lens[i] - (starts[i + 1] - row)
             first = 0 if window is None else max(0, last - window + 1)
-            position = torch.arange(first, last + 1)
+            position = torch.arange(first, last + 1, device=q.device)
             kv = cache[table[i, position // size], :, :, position % size]  # [positions, 2, kv_heads, dim]
             kv = kv.repeat_interleave(heads // kv_heads, dim=2)
             probs = (torch.einsum("hd,phd->hp", q[row], kv[:, 0]) * scale).softmax(-1)

@@ -19,7 +19,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double().cpu() - want).norm() / want.norm())
+    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.fixture(autouse=True)

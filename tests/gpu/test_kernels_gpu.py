@@ -1,0 +1,194 @@
+"""Triton's kernels on a device: real tile shapes, graphs, races, caches beyond 32-bit offsets."""
+
+# Without a device nothing may be imported that defines kernels (tests/kernels interprets them).
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from octavo.kernels import reference, reference_sampling
+from octavo.kernels.triton import activation, norm, rotary_kv, sampling
+from octavo.kernels.triton import attention as kernels
+from octavo.kv.format import KVFormat
+from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention_triton import TritonAttention
+from tests.kernels.ragged import attention_float64, ragged_batch
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "window"),
+    [
+        (32, 8, 128, 16, None),
+        (16, 8, 128, 32, None),
+        (9, 3, 64, 16, None),
+        (14, 2, 64, 8, None),
+        (4, 4, 80, 16, 100),
+        (4, 2, 96, 8, None),
+        (4, 1, 256, 16, 64),
+    ],
+)
+def test_attention(dtype: str, heads: int, kv_heads: int, dim: int, block: int, window: int | None) -> None:
+    fmt = KVFormat(dtype, block, kv_heads, dim)
+    mixed = [(1, 700), (1, 1), (1, 129), (150, 150), (33, 500), (2, 260)]
+    for shapes, decodes in [(mixed, 3), (mixed[:3], 3), ([(4, 300), (3, 3), (1, 40)], 0)]:
+        q, cache, meta = ragged_batch(shapes, heads, fmt, "cuda", num_decodes=decodes)
+        got = TritonAttention(heads, fmt, dim**-0.5, window).attend(q, cache, meta)
+        assert relative_error(got, attention_float64(q, cache, meta, dim**-0.5, window)) < TOLERANCE[dtype]
+
+
+def test_splits_never_race() -> None:
+    """The last program of a head combines what the others wrote: the same bits a thousand times."""
+    fmt = KVFormat("bfloat16", 16, 8, 128)
+    q, cache, meta = ragged_batch([(1, 5000), (1, 300), (1, 2047), (1, 128)], 32, fmt, "cuda")
+    backend = TritonAttention(32, fmt, 128**-0.5)
+    backend.plan(meta)
+    assert meta.plan.decodes[0].splits > 4
+    first = backend.attend(q, cache, meta)
+    assert relative_error(first, attention_float64(q, cache, meta, 128**-0.5)) < TOLERANCE["bfloat16"]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        different += (backend.attend(q, cache, meta) != first).sum()
+    assert int(different) == 0
+
+
+def test_recorded_graph_serves_other_lengths() -> None:
+    fmt, heads, most, context = KVFormat("bfloat16", 16, 8, 128), 32, 8, 2048
+    meta = AttentionMetadata(
+        query_start=torch.arange(most + 1, dtype=torch.int32, device="cuda"),
+        seq_lens=torch.ones(most, dtype=torch.int32, device="cuda"),
+        block_table=torch.zeros(most, context // 16, dtype=torch.int32, device="cuda"),
+        slot_mapping=torch.full((most,), -1, device="cuda"),
+        num_requests=most,
+        num_rows=most,
+        max_query_len=1,
+        max_seq_len=context,
+    )
+    q = torch.zeros(most, heads, 128, dtype=torch.bfloat16, device="cuda")
+    cache = torch.zeros(600, *fmt.layer_block_shape(), dtype=torch.bfloat16, device="cuda")
+    backend = TritonAttention(heads, fmt, 128**-0.5)
+    backend.prepare_capture(meta)
+    backend.attend(q, cache, meta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, cache, meta)
+    for seed, lengths in enumerate([[2048, 1, 700, 15, 16, 17, 1024, 3], [40, 2000], [1]]):
+        n = len(lengths)
+        small_q, small_cache, small = ragged_batch([(1, x) for x in lengths], heads, fmt, "cuda", seed)
+        q[:n], cache[: len(small_cache)] = small_q, small_cache
+        meta.query_start.fill_(n)[: n + 1] = small.query_start
+        meta.seq_lens.zero_()[:n] = small.seq_lens
+        width = min(small.block_table.shape[1], meta.block_table.shape[1])
+        meta.block_table.zero_()[:n, :width] = small.block_table[:, :width]
+        backend.prepare_replay(meta)
+        for _ in range(3):
+            out.fill_(float("nan"))
+            graph.replay()
+            want = attention_float64(small_q, small_cache, small, 128**-0.5)
+            assert relative_error(out[:n], want) < TOLERANCE["bfloat16"]
+
+
+def test_cache_beyond_32_bit_offsets() -> None:
+    fmt, heads = KVFormat("bfloat16", 16, 8, 128), 32
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GB of free device memory")
+    q, small, meta = ragged_batch([(1, 90), (40, 77)], heads, fmt, "cuda", num_decodes=1)
+    shift = 70_000  # blocks of 2^15 elements: past 2^31
+    cache = torch.empty(shift + len(small), *fmt.layer_block_shape(), dtype=torch.bfloat16, device="cuda")
+    cache[shift:] = small
+    k, v = (torch.randn(meta.num_rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
+    rotary_kv.write_kv(k, v, small, meta.slot_mapping)
+    rotary_kv.write_kv(k, v, cache, meta.slot_mapping + shift * 16)
+    assert torch.equal(torch.nan_to_num(cache[shift:]), torch.nan_to_num(small))
+    want = attention_float64(q, small, meta, 0.1)
+    meta.block_table += shift
+    assert (
+        relative_error(TritonAttention(heads, fmt, 0.1).attend(q, cache, meta), want) < TOLERANCE["bfloat16"]
+    )
+
+
+def test_elementwise() -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device="cuda").bfloat16()
+
+    x, residual, weight = randn(300, 4096), randn(300, 4096), randn(4096)
+    close = dict(rtol=1.6e-2, atol=1e-2)
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **close)
+    want, stream = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got, same = norm.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(same, stream, rtol=0, atol=0)
+    torch.testing.assert_close(got, want, **close)
+    wide = randn(300, 2 * 14336)
+    torch.testing.assert_close(activation.silu_and_mul(wide), reference.silu_and_mul(wide), **close)
+
+    rows, heads, kv_heads = 300, 16, 8
+    angle = torch.arange(500, device="cuda")[:, None] * 1e4 ** -torch.linspace(0, 1, 64, device="cuda")
+    cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+    positions = torch.randint(0, 500, (rows,), device="cuda")
+    slots = torch.randperm(40 * 16, device="cuda")[:rows]
+    slots[5] = -1
+    q_weight, k_weight = randn(128), randn(128)
+    qkv = randn(rows, heads + 2 * kv_heads, 128)
+    q, k, v = qkv.clone().split([heads, kv_heads, kv_heads], 1)
+    q, k = reference.rms_norm(q, q_weight, 1e-6), reference.rms_norm(k, k_weight, 1e-6)
+    reference.rotary(q, k, cos_sin, positions)
+    cache = torch.full((40, 2, kv_heads, 16, 128), -7.0, device="cuda").bfloat16()
+    got_q, got_k, got_v = qkv.split([heads, kv_heads, kv_heads], 1)
+    rotary_kv.rotary_and_write_kv(
+        got_q, got_k, got_v, cos_sin, positions, cache, slots, q_weight, k_weight, 1e-6
+    )
+    torch.testing.assert_close(got_q, q, rtol=1.6e-2, atol=3e-2)
+    torch.testing.assert_close(got_k, k, rtol=1.6e-2, atol=3e-2)
+    kept = slots >= 0
+    block, offset = slots[kept] // 16, slots[kept] % 16
+    assert torch.equal(cache[block, 0, :, offset], got_k[kept])
+    assert torch.equal(cache[block, 1, :, offset], got_v[kept])
+    assert int((cache == -7.0).all(-1).sum()) == (40 * 16 - int(kept.sum())) * 2 * kv_heads
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampling(rows: int, dtype: torch.dtype) -> None:
+    vocab = 49152
+    g = torch.Generator("cuda").manual_seed(rows)
+    logits = (3 * torch.randn(rows, vocab, generator=g, device="cuda")).to(dtype)
+    top = logits.float().amax(-1, keepdim=True)
+    lowest = torch.where(logits.float() == top, torch.arange(vocab, device="cuda"), vocab).amin(-1)
+    assert torch.equal(sampling.argmax(logits), lowest)
+    temperature = torch.rand(rows, generator=g, device="cuda") + 0.5
+    temperature[::3] = 0
+    k0, k1 = (torch.randint(0, 2**32, (rows,), generator=g, device="cuda") for _ in range(2))
+    got = sampling.gumbel_argmax(logits, temperature, k0, k1)
+    assert torch.equal(got[::3], lowest[::3])
+    # The device's PyTorch rounds logarithms otherwise than we do: compare by score, in float64.
+    noise = reference_sampling.gumbel_noise(
+        torch.arange(vocab, dtype=torch.int32)[None], k0.cpu()[:, None], k1.cpu()[:, None]
+    ).cuda()
+    hot = temperature > 0
+    score = logits[hot].double() / temperature[hot, None] + noise[hot]
+    assert bool((score.gather(1, got[hot, None])[:, 0] >= score.amax(-1) - 1e-4).all())
+
+
+def test_configurations_fit_the_device() -> None:
+    """Every default tile launches: shared memory and registers suffice on this device."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim in (64, 128, 256):
+            assert kernels.decode_config(dim, dtype).warps and kernels.prefill_config(dim, dtype).warps
+            fmt = KVFormat(str(dtype)[6:], 16, 1, dim)
+            q, cache, meta = ragged_batch([(1, 20), (70, 90)], 8, fmt, "cuda", num_decodes=1)
+            got = TritonAttention(8, fmt, 0.1).attend(q, cache, meta)
+            assert relative_error(got, attention_float64(q, cache, meta, 0.1)) < TOLERANCE[fmt.dtype]
