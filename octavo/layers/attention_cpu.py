@@ -32,7 +32,7 @@ class CPUAttention(AttentionBackend):
         super().__init__(num_heads, fmt, scale, sliding_window)
         self._cache_dtype = getattr(torch, fmt.dtype)
         self._plain: TorchAttention | None = None
-        reason = self._problem()
+        reason = self._problem()  # empty: the kernels serve
         if reason:
             self._plain = TorchAttention(num_heads, fmt, scale, sliding_window)
             if reason not in _announced:
@@ -59,6 +59,28 @@ class CPUAttention(AttentionBackend):
             self._plain.write_kv(k, v, cache, meta)
         else:
             ops.write_kv(k, v, cache, meta.slot_mapping)
+
+    def rotary_and_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        if self._plain is not None:
+            return self._plain.rotary_and_write_kv(
+                q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
+            )
+        if q_weight is not None and k_weight is not None:
+            q, k = ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)
+        ops.rope_and_write_kv(q, k, v, cos_sin, positions, cache, meta.slot_mapping)
+        return q
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         if self._plain is not None:

@@ -111,7 +111,9 @@ def build() -> Path:
             _run([compiler, "-shared", "-Wl,-z,defs", *objects, "-o", library])
             os.replace(library, target)
     except OSError as error:
-        raise BuildError(f"cannot write the kernel cache {target.parent}: {error}; set OCTAVO_CACHE") from error
+        raise BuildError(
+            f"cannot write the kernel cache {target.parent}: {error}; set OCTAVO_CACHE"
+        ) from error
     return target
 
 

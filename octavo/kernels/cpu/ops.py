@@ -1,9 +1,8 @@
 """The CPU kernels as functions of tensors. Twins: `octavo.kernels.reference` and, for attention, the
 plain backend of `octavo.layers.attention`.
 
-All take float32 or bfloat16 (`usable` tells). The last dimension, and the heads of a row, must be
-contiguous; rows may be any stride apart, so that slices of a fused q-k-v projection go in as they
-are. Nothing here is differentiable. Call `available()` before anything else: where the library
+All take float32 or bfloat16. The last dimension, and the heads of a row, must be contiguous; rows may
+be any stride apart, so that slices of a fused q-k-v projection go in as they are. Nothing here is differentiable. Call `available()` before anything else: where the library
 cannot be built it says so once in the log, and the caller takes the plain twin.
 """
 

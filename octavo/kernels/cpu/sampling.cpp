@@ -11,8 +11,9 @@ using namespace octavo;
 
 namespace {
 
-constexpr int64_t CHUNK = 8192;  // ids per piece of work
+constexpr int64_t CHUNK = 8192;  // ids per piece of work, where a row is shared between threads
 constexpr int64_t TILE = 512;    // ids whose noisy logits lie in a buffer at a time
+constexpr int64_t GLANCE = 128;  // values that are looked at together before each alone
 
 struct Best {
     float value;
@@ -25,33 +26,41 @@ inline bool beats(float v, const Best& best) {
     return v > best.value || (v != v && best.value == best.value);
 }
 
-// Scans n values for the first greatest one, or the first NaN. Most tiles hold nothing that beats
-// what earlier ones did: those are settled by their greatest value alone.
-inline void scan(const float* x, int64_t n, int64_t id0, Best& best) {
+// Scans up to GLANCE values for the first greatest one, or the first NaN. Most hold nothing that beats
+// what came before: those are settled by their greatest value alone.
+inline void glance(const float* x, int64_t n, int64_t id0, Best& best) {
     if (best.value != best.value) return;
-    if (n >= W && best.id >= 0) {
-        vf top = load(x);
-        vi odd = top != top;
-        for (int64_t i = W; i <= n - W; i += W) {
-            vf v = load(x + i);
-            top = vmax(v, top);
+    if (n >= 4 * W && best.id >= 0) {
+        vf top[4];
+        vi odd = {};
+        auto see = [&](int j, const float* p) {
+            vf v = load(p);
+            top[j] = vmax(v, top[j]);
             odd |= v != v;
-        }
-        vf last = load(x + n - W);
-        top = vmax(last, top);
-        odd |= last != last;
-        bool beaten = false;
-        for (int j = 0; j < W; j++) beaten |= odd[j] != 0 || top[j] > best.value;
-        if (!beaten) return;
+        };
+        for (int j = 0; j < 4; j++) top[j] = splat(best.value);
+        for (int64_t i = 0; i + 4 * W <= n; i += 4 * W)
+            for (int j = 0; j < 4; j++) see(j, x + i + j * W);
+        for (int j = 0; j < 4; j++) see(j, x + n - (j + 1) * W);  // what the loop left, and some again
+        vf most = vmax(vmax(top[0], top[1]), vmax(top[2], top[3]));
+        vi beaten = odd | (most > splat(best.value));
+        int32_t any = 0;
+        for (int j = 0; j < W; j++) any |= beaten[j];
+        if (!any) return;
     }
     for (int64_t i = 0; i < n; i++)
         if (beats(x[i], best)) best = {x[i], id0 + i};
 }
 
-template <class T>
-inline void plain_tile(const T* x, int64_t n, float* out) {
+inline void scan(const float* x, int64_t n, int64_t id0, Best& best) {
+    for (int64_t i = 0; i < n; i += GLANCE) glance(x + i, std::min(GLANCE, n - i), id0 + i, best);
+}
+
+inline const float* plain_tile(const float* x, int64_t, float*) { return x; }
+inline const float* plain_tile(const bf16* x, int64_t n, float* buffer) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) out[i] = to_float(x[i]);
+    for (int64_t i = 0; i < n; i++) buffer[i] = to_float(x[i]);
+    return buffer;
 }
 
 // logit / T + Gumbel(key, id): a 32-bit mix of the id under two keys, to a uniform number in (0, 1),
@@ -73,21 +82,21 @@ inline void noisy_tile(const T* x, int64_t n, uint32_t id0, float temperature, u
     }
 }
 
-// fill(row, id0, n, buffer) gives n values of a row; result[row] = id of the greatest.
+// fill(row, id0, n, buffer) gives n values of a row, in the buffer or elsewhere; result[row] = id of the
+// greatest. Less than `minimum` values altogether stay on the calling thread.
 template <class Fill>
-void arg_max(int64_t rows, int64_t vocab, int64_t* result, int32_t threads, const Fill& fill) {
-    const int64_t chunks = (vocab + CHUNK - 1) / CHUNK;
+void arg_max(int64_t rows, int64_t vocab, int64_t minimum, int64_t* result, int32_t threads, const Fill& fill) {
+    const int64_t size = rows >= 2 * threads ? vocab : CHUNK, chunks = (vocab + size - 1) / size;
     static thread_local std::vector<Best> scratch;
     scratch.assign(size_t(rows * chunks), Best{0, -1});
     Best* found = scratch.data();
-    parallel_for(rows * chunks, rows * vocab < 8192 ? 1 : threads, [&](int64_t item) {
-        const int64_t row = item / chunks, first = item % chunks * CHUNK, last = std::min(vocab, first + CHUNK);
+    parallel_for(rows * chunks, rows * vocab < minimum ? 1 : threads, [&](int64_t item) {
+        const int64_t row = item / chunks, first = item % chunks * size, last = std::min(vocab, first + size);
         alignas(64) float buffer[TILE];
         Best best{0, -1};
         for (int64_t id = first; id < last; id += TILE) {
             const int64_t n = std::min(TILE, last - id);
-            fill(row, id, n, buffer);
-            scan(buffer, n, id, best);
+            scan(fill(row, id, n, buffer), n, id, best);
         }
         found[item] = best;
     });
@@ -106,8 +115,8 @@ OCTAVO_API int32_t octavo_argmax(const void* logits, int64_t* result, int64_t ro
                                  int32_t dtype, int32_t threads) {
     bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        arg_max(rows, vocab, result, threads, [=](int64_t row, int64_t id, int64_t n, float* out) {
-            plain_tile((const T*)logits + row * stride + id, n, out);
+        arg_max(rows, vocab, 65536, result, threads, [=](int64_t row, int64_t id, int64_t n, float* out) {
+            return plain_tile((const T*)logits + row * stride + id, n, out);
         });
     });
     return known ? 0 : -1;
@@ -123,12 +132,11 @@ OCTAVO_API int32_t octavo_gumbel_argmax(const void* logits, const float* tempera
     };
     bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        arg_max(rows, vocab, result, threads, [=](int64_t row, int64_t id, int64_t n, float* out) {
+        arg_max(rows, vocab, 8192, result, threads, [=](int64_t row, int64_t id, int64_t n, float* out) {
             const T* x = (const T*)logits + row * stride + id;
-            if (temperature[row] > 0)
-                noisy_tile(x, n, uint32_t(id), temperature[row], key(k0, row), key(k1, row), out);
-            else
-                plain_tile(x, n, out);
+            if (!(temperature[row] > 0)) return plain_tile(x, n, out);
+            noisy_tile(x, n, uint32_t(id), temperature[row], key(k0, row), key(k1, row), out);
+            return (const float*)out;
         });
     });
     return known ? 0 : -1;

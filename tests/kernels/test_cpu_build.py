@@ -1,0 +1,121 @@
+"""Building and loading the CPU kernels: the cache, its races, and what happens without a compiler."""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.kernels.cpu import build, ops
+
+needs_kernels = pytest.mark.skipif(not ops.available(), reason=ops.why_not())
+SOURCES = build.SOURCE_DIR
+
+
+@pytest.fixture
+def small_sources(tmp_path, monkeypatch):
+    """Only the smallest source, so that a build takes a fraction of a second, and an empty cache."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for name in ("runtime.cpp", "common.h"):
+        shutil.copy(SOURCES / name, folder)
+    monkeypatch.setattr(build, "SOURCE_DIR", folder)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The state of a process that has not asked for kernels yet."""
+    monkeypatch.setattr(ops, "_lib", None)
+    monkeypatch.setattr(ops, "_reason", None)
+
+
+def _build_in_child(folder: str, start, results) -> None:
+    build.SOURCE_DIR = Path(folder)
+    start.wait()
+    results.put(str(build.build()))
+
+
+@needs_kernels
+def test_two_processes_build_at_once(small_sources, tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(2), context.Queue()
+    children = [
+        context.Process(target=_build_in_child, args=(str(small_sources), start, results)) for _ in range(2)
+    ]
+    for child in children:
+        child.start()
+    paths = {results.get(timeout=60) for _ in children}
+    for child in children:
+        child.join()
+    assert len(paths) == 1
+    (path,) = (Path(x) for x in paths)
+    assert [x.name for x in path.parent.iterdir()] == ["octavo_cpu.so"], "no temporary file may stay"
+    assert path.stat().st_size > 1000
+
+
+@needs_kernels
+def test_library_is_reused_until_a_source_changes(small_sources):
+    first = build.build()
+    stamp = first.stat().st_mtime_ns
+    assert build.build() == first and first.stat().st_mtime_ns == stamp
+    (small_sources / "common.h").write_text((small_sources / "common.h").read_text() + "\n// changed\n")
+    assert build.library_path(build.find_compiler()) != first
+
+
+@needs_kernels
+def test_broken_source_gives_one_line_naming_the_error(small_sources):
+    (small_sources / "broken.cpp").write_text("int f() { return no_such_name; }\n")
+    with pytest.raises(build.BuildError, match="no_such_name") as caught:
+        build.build()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [("OCTAVO_CPU_KERNELS", "0", "OCTAVO_CPU_KERNELS"), ("CXX", "no-such-compiler", "no-such-compiler")],
+)
+def test_absence_is_announced_once_with_its_reason(unloaded, monkeypatch, caplog, variable, value, reason):
+    monkeypatch.setenv(variable, value)
+    with caplog.at_level(logging.WARNING):
+        assert not ops.available()
+        assert not ops.available()
+    assert len(caplog.records) == 1
+    assert reason in caplog.text and reason in ops.why_not() and "\n" not in ops.why_not()
+    with pytest.raises(RuntimeError, match=reason):
+        ops.load()
+
+
+def test_unwritable_cache_is_a_build_error(small_sources, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match="OCTAVO_CACHE|no C\\+\\+ compiler"):
+        build.build()
+
+
+@needs_kernels
+def test_threads_are_those_of_pytorch():
+    """One OpenMP runtime is mapped, ours links none, and no thread appears beside PyTorch's own."""
+    x = torch.randn(512, 4096)
+    weight = torch.ones(4096)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        torch.nn.functional.silu(x)  # PyTorch starts its pool
+        threads = len(os.listdir("/proc/self/task"))
+        ops.rms_norm(x, weight, 1e-5)
+        assert len(os.listdir("/proc/self/task")) == threads
+    finally:
+        torch.set_num_threads(before)
+    mapped = {x.split()[-1] for x in Path("/proc/self/maps").read_text().splitlines() if ".so" in x}
+    ours = next(x for x in mapped if x.endswith("octavo_cpu.so"))
+    under_torch = str(Path(torch.__file__).parent.parent / "torch")
+    assert [x for x in mapped if "libgomp" in x and not x.startswith(under_torch)] == []
+    if shutil.which("ldd"):
+        linked = subprocess.run(["ldd", ours], capture_output=True, text=True, check=True).stdout
+        assert "gomp" not in linked and "libtorch" not in linked
