@@ -32,12 +32,12 @@ def _byte_level_table() -> dict[int, int]:
     return table
 
 
-_TABLE = _byte_level_table()
+BYTES = _byte_level_table()
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return token.translate(_TABLE).encode("latin-1")
+        return token.translate(BYTES).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode()
 

@@ -253,7 +253,11 @@ def load_tokenizer(path: str | Path, tokenizer_override: str | None = None) -> T
 
 
 def read_folder(folder: Path) -> TokenizerParts:
-    """The tokenizer of a Hugging Face folder."""
+    """The tokenizer of a Hugging Face folder.
+
+    tokenizer.json alone decides whether BOS and EOS are added, as in Transformers 5: the flags
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json are for folders without one.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(
@@ -274,13 +278,6 @@ def read_folder(folder: Path) -> TokenizerParts:
     already = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [t for t in dict.fromkeys([*special.values(), *extra]) if t not in already]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in missing])
-    flags = (config.get("add_bos_token"), config.get("add_eos_token"))
-    if backend.post_processor is None or flags != (None, None):
-        set_bos_eos(
-            backend,
-            special.get("bos_token") if flags[0] else None,
-            special.get("eos_token") if flags[1] else None,
-        )
     return TokenizerParts(backend, special, _folder_templates(folder, config))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octavo.tokenization.byte_decoder import BYTES
 from octavo.tokenization.gguf_tokenizer import TokenType
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
 
@@ -60,6 +61,12 @@ def write_gguf(path: Path, model: str, tokens: list[str], **keys: Any) -> Path:
     return path
 
 
+def byte_alphabet() -> list[str]:
+    """GPT-2's spelling of each byte."""
+    spelled = {byte: chr(char) for char, byte in BYTES.items() if byte < 256}
+    return [spelled[byte] for byte in range(256)]
+
+
 def write_spm(path: Path, **keys: Any) -> Path:
     tokens, scores, types = spm_vocabulary()
     base = dict(scores=scores, token_type=types, bos_token_id=1, eos_token_id=2, unknown_token_id=0)
@@ -76,3 +83,13 @@ def smollm2(default_model: Path) -> Tokenizer:
 def spm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A SentencePiece tokenizer from a GGUF file."""
     return load_tokenizer(write_spm(tmp_path_factory.mktemp("spm") / "spm.gguf"))
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level tokenizer of 260 tokens, from a GGUF file."""
+    tokens = [*byte_alphabet(), "<|im_start|>", "<|im_end|>", "he", "hel"]
+    path = tmp_path_factory.mktemp("small") / "small.gguf"
+    types = [1] * 256 + [3, 3, 1, 1]
+    keys = dict(token_type=types, merges=["h e", "he l"], bos_token_id=256, eos_token_id=257)
+    return load_tokenizer(write_gguf(path, "gpt2", tokens, pre="qwen2", **keys))

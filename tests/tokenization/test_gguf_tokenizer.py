@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from octavo.errors import ModelError
 from octavo.models.gguf_file import GGUFFile
-from octavo.tokenization import byte_decoder
 from octavo.tokenization.pre_tokenizers import LLAMA3, PRE_TOKENIZERS, QWEN2, find_pre_tokenizer
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
 
-from .conftest import spm_vocabulary, write_gguf, write_spm
+from .conftest import byte_alphabet, spm_vocabulary, write_gguf, write_spm
 
 TEXTS = [
     "",
@@ -142,7 +141,7 @@ def test_decodes_any_ids_as_the_library(smollm2: Tokenizer, published, ids: list
 def test_bytes_that_the_vocabulary_lacks_are_left_out(smollm2: Tokenizer, converted) -> None:
     """As by llama.cpp and the published tokenizer.json (no unk_token); Transformers' conversion puts
     <|endoftext|> there, which would end the text for the model."""
-    alphabet = {byte: chr(char) for char, byte in byte_decoder._TABLE.items() if byte < 256}
+    alphabet = byte_alphabet()
     assert MISSING == {b for b in range(0xF5) if smollm2.token_to_id(alphabet[b]) is None} - {0xC0, 0xC1}
     assert smollm2.encode("\U00040000") == smollm2.encode("\U00040000a")[:-1]
     assert smollm2.decode(smollm2.encode("\U00040000a"), skip_special_tokens=False) == "\ufffd\ufffd\ufffda"
@@ -255,8 +254,7 @@ def test_every_pre_tokenizer_loses_nothing(tmp_path: Path, default_model: Path, 
     """With a vocabulary of single bytes, decoding gives back the text, composed where the model composes."""
     import unicodedata
 
-    spelled = {byte: chr(char) for char, byte in byte_decoder._TABLE.items() if byte < 256}
-    tokens = [spelled[b] for b in range(256)] + ["<bos>", "th"]
+    tokens = [*byte_alphabet(), "<bos>", "th"]
     types = [1] * 256 + [3, 1]
     path = write_gguf(
         tmp_path / "x.gguf", "gpt2", tokens, pre=name, token_type=types, merges=["t h"], bos_token_id=256
