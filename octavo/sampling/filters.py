@@ -8,8 +8,6 @@ does not depend on how equals are ordered. All are exact: no candidate is left o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -118,70 +116,44 @@ def device_thresholds(
     min_p: torch.Tensor,
     max_top_k: int | None,
     any_top_p: bool,
+    any_min_p: bool,
 ) -> torch.Tensor:
     """The same thresholds on any device, without the host waiting for or looking at a value.
 
     Args:
         x: float32 `[rows, vocab]`, scaled logits.
-        top_k: int32 `[rows]`; top_p, min_p: float32 `[rows]`.
+        top_k: int32 `[rows]`, at most the vocabulary; top_p, min_p: float32 `[rows]`.
         max_top_k: 0 if no row has a top_k; k if every row has one and none is above k; else None.
-        any_top_p: whether some row has top_p below 1.
+        any_top_p, any_min_p: whether some row has top_p below 1, or min_p above 0.
 
     Returns:
         float32 `[rows, 1]`.
     """
     vocab = x.shape[1]
     lowest = float(_LOWEST)
-    top = x.amax(-1, keepdim=True).clamp_min(lowest)
-    threshold = (top + min_p[:, None].log()).clamp_min(lowest)
-    largest = None
-    if max_top_k is not None and 0 < max_top_k <= min(vocab, _MAX_DEVICE_TOP_K):
-        largest = x.topk(max_top_k, dim=-1).values
-        kth = largest.gather(1, top_k[:, None].long() - 1)
-        threshold = torch.maximum(threshold, kth)
-    elif max_top_k != 0:
-        k = torch.where(top_k > 0, top_k, vocab)[:, None]
-        threshold = torch.maximum(threshold, _bisect(x, lambda t: (x >= t).sum(-1, keepdim=True) >= k))
+    # What nobody asks for is left out: on a GPU each operation costs the host a launch.
+    threshold = None
+    if any_min_p:
+        threshold = (x.amax(-1, keepdim=True) + min_p[:, None].log()).clamp_min(lowest)
+        if max_top_k == 0 and not any_top_p:
+            return threshold
+    few = max_top_k if max_top_k is not None and max_top_k <= _MAX_DEVICE_TOP_K else 0
+    # On an H200, 64 rows of 151936: sort 0.7 ms, topk 0.2 ms; bisecting the threshold took 9 ms.
+    largest = x.topk(few, dim=-1).values if few else x.sort(dim=-1, descending=True).values
+    if max_top_k != 0:
+        kth = largest.gather(1, torch.where(top_k > 0, top_k, vocab)[:, None].long() - 1)
+        threshold = kth.clamp_min(lowest) if threshold is None else torch.maximum(threshold, kth)
+    if threshold is None:
+        threshold = torch.full_like(x[:, :1], lowest)
     if not any_top_p:
         return threshold
-    weights = (x - top).exp_().masked_fill_(x < threshold, 0.0)
-    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-    need = total * top_p[:, None]
-    if largest is not None:
-        inside = torch.where(largest >= threshold, (largest - top).double().exp(), 0.0)
-        # Where ties of the k-th lie beyond the candidates, the end may not be reached: then all stay.
-        last = (inside.cumsum(-1) < need).sum(-1, keepdim=True).clamp_max(largest.shape[1] - 1)
-        cut = largest.gather(1, last)
-    else:
-        cut = _bisect(
-            x,
-            lambda t: weights.masked_fill(x < t, 0.0).sum(-1, keepdim=True, dtype=torch.float64) >= need,
-        )
-    return torch.where(top_p[:, None] < 1.0, torch.maximum(threshold, cut), threshold)
-
-
-def _bisect(x: torch.Tensor, enough: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The largest float32 t per row with `enough(t)`, true for all t below some bound: `[rows, 1]`.
-
-    Searches the 2^32 bit patterns of float32 in their order, so the result is exact: 32 rounds.
-    """
-    shape = (x.shape[0], 1)
-    low = torch.full(shape, _ordered(float("-inf")), dtype=torch.int64, device=x.device)
-    high = torch.full(shape, _ordered(float("inf")), dtype=torch.int64, device=x.device)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        good = enough(_from_ordered(middle))
-        low = torch.where(good, middle, low)
-        high = torch.where(good, high, middle - 1)
-    return _from_ordered(low)
-
-
-def _ordered(value: float) -> int:
-    """A float32 as an integer, in the order of the floats."""
-    bits = int(np.float32(value).view(np.int32))
-    return bits ^ 0x7FFFFFFF if bits < 0 else bits
-
-
-def _from_ordered(key: torch.Tensor) -> torch.Tensor:
-    bits = torch.where(key < 0, key ^ 0x7FFFFFFF, key)
-    return bits.to(torch.int32).view(torch.float32)
+    top = largest[:, :1].clamp_min(lowest)  # finite even where everything is forbidden
+    inside = torch.where(largest >= threshold, (largest - top).double().exp(), 0.0)
+    reached = inside.cumsum(-1)
+    total = reached[:, -1:]
+    if few:  # entries that tie with the k-th, beyond the candidates
+        beyond = (x >= threshold).sum(-1, keepdim=True) - (largest >= threshold).sum(-1, keepdim=True)
+        total = total + beyond * (threshold - top).double().exp()
+    last = (reached < total * top_p[:, None]).sum(-1, keepdim=True).clamp_max(largest.shape[1] - 1)
+    cut = torch.maximum(threshold, largest.gather(1, last))
+    return torch.where(top_p[:, None] < 1.0, cut, threshold)

@@ -67,8 +67,8 @@ def row_keys(state: Int64Array, position: Int64Array) -> tuple[Int64Array, Int64
         position: int64 `[rows]`, index in the sequence of the token to be chosen.
 
     Returns:
-        `(k0, k1)`: int64 `[rows]`, the lower and the upper half of
-        splitmix64(state + position * 0x9E3779B97F4A7C15); only their lower 32 bits matter.
+        `(k0, k1)`: int64 `[rows]`, whose lower 32 bits count: the lower and the upper half of
+        splitmix64(state + position * 0x9E3779B97F4A7C15).
     """
     key = splitmix64(state + position * _GOLDEN)
-    return key & 0xFFFFFFFF, key >> 32
+    return key, key >> 32

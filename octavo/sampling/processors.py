@@ -25,7 +25,7 @@ class RowContext:
     """What a slice of rows is conditioned on.
 
     Attributes:
-        settings: int32 `[settings, rows]`, the rows' columns of `SamplingState.table`.
+        settings: int32 `[rows, settings]`, the rows' entries of `SamplingState.table`.
         slots: int64 `[rows]`, each row's slot in the token table.
         num_known: int64 `[rows]`, tokens before the one being chosen.
         max_known: int64 `[rows]` on the host, upper bounds of `num_known`.
@@ -41,12 +41,21 @@ class RowContext:
 
     def floats(self, setting: int) -> torch.Tensor:
         """float32 `[rows]`."""
-        return self.settings[setting].view(torch.float32)
+        return self.settings.view(torch.float32)[:, setting].contiguous()
+
+    def integers(self, setting: int) -> torch.Tensor:
+        """int32 `[rows]`."""
+        return self.settings[:, setting]
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """int64 `[rows]`: `noise.seed_state` of each row's seed."""
+        return self.settings.view(torch.int64)[:, st.SEED]
 
     @property
     def num_output(self) -> torch.Tensor:
         """int64 `[rows]`: tokens of the output so far."""
-        return self.num_known - self.settings[st.PROMPT_LEN]
+        return self.num_known - self.integers(st.PROMPT_LEN)
 
 
 @dataclass
@@ -108,10 +117,10 @@ class RowProcessors:
         self._bad_words = self._index_words(words) if words else None
         self._penalised = np.flatnonzero(flags & st.PENALTY)
         # Without a repetition penalty the prompt does not matter: look at the output only.
-        repeats = state.host_float[st.REPETITION, slots] != 1.0
-        first = np.where(repeats, 0, state.host[st.PROMPT_LEN, slots])
+        repeats = state.host_float[slots, st.REPETITION] != 1.0
+        first = np.where(repeats, 0, state.host[slots, st.PROMPT_LEN])
         self._first = first[self._penalised]
-        self._counted = (state.host_float[[st.PRESENCE, st.FREQUENCY]][:, slots] != 0).any()
+        self._counted = (state.host_float[slots, st.PRESENCE : st.FREQUENCY + 1] != 0).any()
         self._scratch = scratch
 
     def apply(self, logits: torch.Tensor, context: RowContext) -> None:
@@ -127,7 +136,7 @@ class RowProcessors:
         if self._bad_words is not None:
             self._forbid_words(flat, self._bad_words, context)
         if self._stops is not None:
-            early = context.num_output < context.settings[st.MIN_OUTPUT]
+            early = context.num_output < context.integers(st.MIN_OUTPUT)
             _forbid(flat, self._stops, early[self._stops // self._vocab])
         if self._penalised.size:
             self._penalise(flat, context)
@@ -135,7 +144,7 @@ class RowProcessors:
     def _forbid_words(self, flat: torch.Tensor, index: _BadWordIndex, context: RowContext) -> None:
         """Forbid a word's last token where the output ends in the tokens before it."""
         position = context.num_known[index.row] - index.back
-        outside = position < context.settings[st.PROMPT_LEN][index.row]
+        outside = position < context.integers(st.PROMPT_LEN)[index.row]
         there = context.token_table[context.slots[index.row], position.clamp_min(0)]
         wrong = (outside | (there != index.token)).to(torch.int32)
         misses = torch.zeros(len(index.place), dtype=torch.int32, device=flat.device)
@@ -165,8 +174,8 @@ class RowProcessors:
         width: int,
         scratch: torch.Tensor | None,
     ) -> None:
-        settings = context.settings[:, rows][:, :, None]
-        floats = settings.view(torch.float32)
+        settings = context.settings[rows][:, :, None]
+        floats = context.settings.view(torch.float32)[rows][:, :, None]
         position = first + torch.arange(width, device=flat.device)
         known = position < context.num_known[rows][:, None]
         # Entries beyond the known ones stand for the sequence's first token, so that every place below
@@ -175,15 +184,15 @@ class RowProcessors:
         token = context.token_table[context.slots[rows][:, None], position]
         place = (rows[:, None] * self._vocab + token).view(-1)
         value = flat[place].view(position.shape)
-        repetition = floats[st.REPETITION]
+        repetition = floats[:, st.REPETITION]
         value = torch.where(value > 0, value / repetition, value * repetition)
         if scratch is not None:
-            in_output = known & (position >= settings[st.PROMPT_LEN])
+            in_output = known & (position >= settings[:, st.PROMPT_LEN])
             scratch.index_add_(0, place, in_output.view(-1).to(torch.int32))
             count = scratch[place].view(position.shape)
-            scratch[place] = 0
-            value = value - floats[st.FREQUENCY] * count
-            value = value - floats[st.PRESENCE] * (count > 0)
+            scratch.index_fill_(0, place, 0)
+            value = value - floats[:, st.FREQUENCY] * count
+            value = value - floats[:, st.PRESENCE] * (count > 0)
         flat[place] = value.view(-1)
 
     def _index_words(self, words: list[tuple[int, BadWords]]) -> _BadWordIndex:

@@ -42,8 +42,9 @@ class _Piece:
     rows_device: torch.Tensor | None
     needs: int
     processors: RowProcessors | None
-    filters: np.ndarray  # float32 [2, rows]: top_p, min_p
     top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
 
 
 class Sampler:
@@ -110,7 +111,7 @@ class Sampler:
     ) -> torch.Tensor:
         if max_known is None:
             max_known = num_known.numpy() if self._on_host else np.full(len(slots), self.state.max_model_len)
-        settings = self.state.table.index_select(1, slots_device)
+        settings = self.state.table.index_select(0, slots_device)
         context = RowContext(settings, slots_device.long(), num_known.long(), max_known, token_table)
         pieces = self._plan(slots)
         if len(pieces) == 1 and pieces[0].rows is None:
@@ -120,7 +121,7 @@ class Sampler:
             rows, index = piece.rows, piece.rows_device
             assert rows is not None and index is not None
             part = RowContext(
-                settings.index_select(1, index),
+                settings.index_select(0, index),
                 context.slots[index],
                 context.num_known[index],
                 max_known[rows],
@@ -143,24 +144,23 @@ class Sampler:
             return ops.gumbel_argmax(logits, temperature, k0, k1)
         scaled = logits.float() / temperature[:, None]
         if self._on_host:
-            return draw_on_host(scaled, piece.top_k, piece.filters[0], piece.filters[1], k0, k1)
+            return draw_on_host(scaled, piece.top_k, piece.top_p, piece.min_p, k0, k1)
         thresholds = device_thresholds(
             scaled,
-            context.settings[st.TOP_K],
+            context.integers(st.TOP_K),
             context.floats(st.TOP_P),
             context.floats(st.MIN_P),
             max_top_k=int(piece.top_k.max()) if piece.top_k.all() or not piece.top_k.any() else None,
-            any_top_p=bool((piece.filters[0] < 1.0).any()),
+            any_top_p=bool((piece.top_p < 1.0).any()),
+            any_min_p=bool((piece.min_p > 0.0).any()),
         )
         scaled.masked_fill_(scaled < thresholds, float("-inf"))
         return ops.gumbel_argmax(scaled, torch.ones_like(temperature), k0, k1)
 
     def _keys(self, context: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
-        low, high = context.settings[st.SEED_LOW].long(), context.settings[st.SEED_HIGH].long()
-        seed = (high << 32) | (low & 0xFFFFFFFF)
         if not self._on_host:
-            return row_keys(seed, context.num_known)
-        k0, k1 = row_keys(seed.numpy(), context.num_known.numpy())  # a third of PyTorch's overhead
+            return row_keys(context.seeds, context.num_known)
+        k0, k1 = row_keys(context.seeds.numpy(), context.num_known.numpy())  # a third of PyTorch's overhead
         return torch.from_numpy(k0), torch.from_numpy(k1)
 
     def _plan(self, slots: np.ndarray) -> list[_Piece]:
@@ -199,8 +199,9 @@ class Sampler:
             rows_device=None if rows is None else upload(rows, state.device),
             needs=needs,
             processors=RowProcessors(state, slots, self._scratch) if needs & st.PROCESS else None,
-            filters=state.host_float[[st.TOP_P, st.MIN_P]][:, slots],
-            top_k=state.host[st.TOP_K, slots],
+            top_k=state.host[slots, st.TOP_K],
+            top_p=state.host_float[slots, st.TOP_P],
+            min_p=state.host_float[slots, st.MIN_P],
         )
 
     def _logprobs(self, logits: torch.Tensor, slots: np.ndarray, tokens: torch.Tensor) -> PackedLogprobs:

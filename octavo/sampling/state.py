@@ -22,10 +22,11 @@ MIN_TOKENS = 64
 PENALTY = 128
 PROCESS = BIAS | ALLOWED | BAD_WORDS | MIN_TOKENS | PENALTY
 
-# Rows of the device table. Floats first: the host writes them through a float32 view.
+# Columns of the device table, 32 bits each: floats, integers, and in the last two one int64.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
-TOP_K, PROMPT_LEN, MIN_OUTPUT, SEED_LOW, SEED_HIGH = range(6, 11)
-_COLUMNS = 11
+TOP_K, PROMPT_LEN, MIN_OUTPUT = range(6, 9)
+SEED = 5  # counted in int64
+_COLUMNS = 12
 
 _FLOAT_BOUND = 1e30  # beyond it float32 arithmetic on logits would meet infinities
 
@@ -62,9 +63,10 @@ class SamplingState:
     """Owns the sampling settings of all slots.
 
     Host: `flags` (uint16 `[slots]`), `logprobs` (int32 `[slots]`, -1 the whole vocabulary), `lists`,
-    and `host`, the mirror of the device table. Device: `table`, int32 `[settings, slots]`, whose
-    float rows are bit patterns. Invariant: after `flush`, table and mirror are equal for every slot
-    that is in use. On a CPU both are one memory. `version` changes whenever a slot's settings do.
+    and `host`, the mirror of the table. Device: `table`, int32 `[slots, settings]`, whose
+    float and int64 columns are bit patterns. Invariant: after `flush`, table and mirror are equal for
+    every slot that is in use. On a CPU both are one memory. `version` changes whenever a slot's
+    settings do.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_model_len: int, device: torch.device | str):
@@ -75,7 +77,7 @@ class SamplingState:
         self.flags = np.zeros(max_num_seqs, np.uint16)
         self.logprobs = np.zeros(max_num_seqs, np.int32)
         self.lists: list[SlotLists | None] = [None] * max_num_seqs
-        self.host = np.zeros((_COLUMNS, max_num_seqs), np.int32)
+        self.host = np.zeros((max_num_seqs, _COLUMNS), np.int32)
         self.host_float = self.host.view(np.float32)
         self._dirty: set[int] = set()
         mirror = torch.from_numpy(self.host)
@@ -121,14 +123,13 @@ class SamplingState:
         slots = np.fromiter(self._dirty, np.int32, len(self._dirty))
         self._dirty.clear()
         # A fresh pinned buffer each time: the mirror may change again while the copy is under way.
-        staged = torch.from_numpy(np.concatenate((slots[None, :], self.host[:, slots])))
+        staged = torch.from_numpy(np.concatenate((slots[:, None], self.host[slots]), axis=1))
         staged = staged.pin_memory().to(self.device, non_blocking=True)
-        self.table.index_copy_(1, staged[0].long(), staged[1:])
+        self.table.index_copy_(0, staged[:, 0].long(), staged[:, 1:])
 
     def _write(self, slot: int, params: SamplingParams, prompt_len: int, seed: int) -> None:
         bound = _FLOAT_BOUND
-        state = seed_state(seed)
-        self.host_float[:6, slot] = (
+        self.host_float[slot, :6] = (
             0.0 if params.greedy else min(params.temperature, bound),
             params.top_p,
             params.min_p,
@@ -136,10 +137,10 @@ class SamplingState:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self.host[TOP_K, slot] = min(params.top_k, self.vocab_size)
-        self.host[PROMPT_LEN, slot] = prompt_len
-        self.host[MIN_OUTPUT, slot] = min(params.min_tokens, self.max_model_len)
-        self.host[SEED_LOW : SEED_HIGH + 1, slot] = np.array([state], np.int64).view(np.int32)
+        self.host[slot, TOP_K] = min(params.top_k, self.vocab_size)
+        self.host[slot, PROMPT_LEN] = prompt_len
+        self.host[slot, MIN_OUTPUT] = min(params.min_tokens, self.max_model_len)
+        self.host.view(np.int64)[slot, SEED] = seed_state(seed)
 
     def _lists(self, admission: Admission) -> tuple[SlotLists | None, int]:
         params, flags, lists = admission.params, 0, SlotLists()

@@ -18,6 +18,7 @@ def settings(params):
 
 def on_device(x, params):
     top_k, top_p, min_p = (torch.from_numpy(a) for a in settings(params))
+    top_k = top_k.clamp_max(x.shape[1])  # as `SamplingState` does
     every, none = bool((top_k > 0).all()), not bool((top_k > 0).any())
     return device_thresholds(
         torch.from_numpy(x),
@@ -26,6 +27,7 @@ def on_device(x, params):
         min_p,
         max_top_k=int(top_k.max()) if every or none else None,
         any_top_p=bool((top_p < 1).any()),
+        any_min_p=bool((min_p > 0).any()),
     ).numpy()[:, 0]
 
 

@@ -40,7 +40,7 @@ class FakeProposer:
 
 
 def generate(most: int, proposer: FakeProposer | None) -> tuple[list[list[int]], list[list], list[int]]:
-    """Runs all requests to `LENGTH` tokens with up to `most` drafts each; also logprobs and accepted counts."""
+    """All requests up to `LENGTH` tokens with up to `most` drafts each: tokens, logprobs, accepted drafts."""
     n = len(REQUESTS)
     state = SamplingState(n, VOCAB, LENGTH + 8, "cpu")
     table = torch.full((n, LENGTH + 8), -1, dtype=torch.int32)
