@@ -1,0 +1,242 @@
+"""config.json and generation_config.json, new and old, against what Transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import ModelError
+from octavo.models.config import weight_shapes
+from octavo.models.hf_config import (
+    generation_config_from_folder,
+    model_config_from_dict,
+    model_config_from_folder,
+)
+from tests import tiny
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def config_of(**changes: Any) -> Any:
+    return model_config_from_dict({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_reads_what_transformers_writes(variant: str) -> None:
+    config = model_config_from_folder(tiny.checkpoint(variant))
+    model = tiny.reference(variant)
+    theirs = model.config
+    assert config.num_layers == theirs.num_hidden_layers
+    assert (config.num_heads, config.num_kv_heads) == (4, 2)
+    assert config.head_dim == model.model.layers[0].self_attn.head_dim
+    assert config.dtype == "float32"
+    assert (config.bos_token_id, config.eos_token_ids) == (tiny.BOS, (tiny.EOS,))
+    assert config.rope.kind == theirs.rope_parameters["rope_type"]
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    for key, value in config.rope.params.items():
+        if key in theirs.rope_parameters:
+            assert value == theirs.rope_parameters[key]
+    state = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    assert weight_shapes(config) == state
+    assert config.qk_norm == variant.startswith("qwen3")
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+        ),
+        (
+            {
+                "rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 2048,
+            },
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 2048,
+                }
+            },
+        ),
+    ],
+)
+def test_old_and_new_rope_fields_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert config_of(**old).rope == config_of(**new).rope
+
+
+def test_rope_defaults() -> None:
+    plain = config_of()
+    assert (plain.rope.kind, plain.rope.theta, plain.rope.dim, plain.rope.params) == ("default", 1e4, 16, {})
+    partial = config_of(partial_rotary_factor=0.5)
+    assert partial.rope.dim == 8
+    dynamic = config_of(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert dynamic.rope.params["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize(
+    "scaling, length",
+    [
+        (None, 4096),
+        ({"type": "linear", "factor": 2.0}, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 8192),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+            4096,
+        ),
+    ],
+)
+def test_context_length(scaling: dict[str, Any] | None, length: int) -> None:
+    assert config_of(rope_scaling=scaling).context_length == length
+
+
+def test_head_defaults() -> None:
+    config = config_of()
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config_of(num_key_value_heads=2, head_dim=32).head_dim == 32
+    assert config_of(architectures=["Qwen3ForCausalLM"]).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "changes, window",
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, 1024),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024}, None),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            1024,
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+            },
+            None,
+        ),
+        ({"sliding_window": 1024}, None),
+    ],
+)
+def test_sliding_window_only_where_it_narrows(changes: dict[str, Any], window: int | None) -> None:
+    assert config_of(**changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    "own, generation, merged",
+    [
+        (2, None, (2,)),
+        ([2, 3], 3, (2, 3)),
+        (2, [5, 2, 7], (2, 5, 7)),
+        (None, 4, (4,)),
+        (None, None, ()),
+    ],
+)
+def test_eos_ids_of_both_files(own: Any, generation: Any, merged: tuple[int, ...]) -> None:
+    config = model_config_from_dict({**LLAMA, "eos_token_id": own}, {"eos_token_id": generation})
+    assert config.eos_token_ids == merged
+
+
+def test_dtype_of_old_and_new_field() -> None:
+    assert config_of(torch_dtype="bfloat16").dtype == "bfloat16"
+    assert config_of(dtype="float16").dtype == "float16"
+    assert config_of().dtype == "float32"
+
+
+def test_biases_by_family() -> None:
+    llama = config_of(attention_bias=True, mlp_bias=True)
+    assert (llama.attention_bias, llama.attention_out_bias, llama.mlp_bias) == (True, True, True)
+    qwen2 = config_of(architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.mlp_bias) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
+        ),
+        ({"architectures": None, "model_type": "whisper"}, ["whisper"]),
+        ({"rope_scaling": {"type": "spiral", "factor": 2}}, ["'spiral'", "longrope"]),
+        ({"rope_scaling": {"type": "llama3", "factor": 2}}, ["low_freq_factor"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["per layer type"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "GGUF"]),
+        ({"hidden_size": "64"}, ["hidden_size='64'"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
+        ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn"]),
+    ],
+)
+def test_bad_configs_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        config_of(**changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json.*cannot be read"):
+        model_config_from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(ModelError, match=r"config\.json: not valid JSON"):
+        model_config_from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="not a JSON object"):
+        model_config_from_folder(tmp_path)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    assert generation_config_from_folder(tmp_path) == {}
+    path = tmp_path / "generation_config.json"
+    path.write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True, "min_p": None})
+    )
+    assert generation_config_from_folder(tmp_path) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    path.write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(ModelError, match="temperature='hot'"):
+        generation_config_from_folder(tmp_path)
