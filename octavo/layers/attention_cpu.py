@@ -103,6 +103,6 @@ class CPUAttention(AttentionBackend):
                 q.dtype,
                 self._cache_dtype,
             )
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty_like(q)
         ops.attend(shape, batch, q, cache, out)
         return out

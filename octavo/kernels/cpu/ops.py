@@ -2,8 +2,9 @@
 plain backend of `octavo.layers.attention`.
 
 All take float32 or bfloat16. The last dimension, and the heads of a row, must be contiguous; rows may
-be any stride apart, so that slices of a fused q-k-v projection go in as they are. Nothing here is differentiable. Call `available()` before anything else: where the library
-cannot be built it says so once in the log, and the caller takes the plain twin.
+be any stride apart, so that slices of a fused q-k-v projection go in as they are. Nothing here is
+differentiable. Call `available()` before anything else: where the library cannot be built it says so
+once in the log, and the caller takes the plain twin.
 """
 
 from __future__ import annotations
@@ -28,18 +29,33 @@ _reason: str | None = None
 _loading = threading.Lock()
 
 
-class _CacheShape(ctypes.Structure):
+class CacheShape(ctypes.Structure):
+    """One layer's constants, `CacheShape` in cache.cpp; made by `cache_shape`."""
+
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "rot_dim")
-    ] + [("dtype", ctypes.c_int32), ("cache_dtype", ctypes.c_int32)]
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("rot_dim", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("cache_dtype", ctypes.c_int32),
+    ]
 
 
 class AttentionShape(ctypes.Structure):
     """One layer's constants, `AttentionShape` in attention.cpp; made by `attention_shape`."""
 
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")
-    ] + [("scale", ctypes.c_float), ("dtype", ctypes.c_int32), ("cache_dtype", ctypes.c_int32)]
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+        ("cache_dtype", ctypes.c_int32),
+    ]
 
 
 class AttentionBatch(ctypes.Structure):
@@ -118,14 +134,16 @@ def _library() -> ctypes.CDLL:
     return _lib
 
 
-def _dtype(x: torch.Tensor, *others: torch.Tensor) -> int:
-    for other in others:
-        if other.dtype is not x.dtype:
-            raise TypeError(f"dtypes differ: {x.dtype} and {other.dtype}")
+def _dtype(x: torch.Tensor) -> int:
+    """The number of a tensor's dtype in C++."""
     code = _DTYPES.get(x.dtype)
     if code is None:
         raise TypeError(f"CPU kernels take float32 and bfloat16, got {x.dtype}")
     return code
+
+
+def _differ(*tensors: torch.Tensor) -> TypeError:
+    return TypeError(f"dtypes differ: {', '.join(str(x.dtype) for x in tensors)}")
 
 
 def _row_stride(x: torch.Tensor) -> int:
@@ -136,21 +154,27 @@ def _row_stride(x: torch.Tensor) -> int:
     return strides[0]
 
 
+# A decode step calls the following some hundred times: a microsecond here is a tenth of a millisecond
+# there. `empty_like` is the quickest way to a new tensor, and of a slice of rows makes contiguous ones.
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension of `x` (`[rows, size]` or `[rows, heads, size]`): a new tensor."""
+    if weight.dtype is not x.dtype:
+        raise _differ(x, weight)
+    stride = _row_stride(x)
     shape = x.shape
-    out = torch.empty(shape, dtype=x.dtype)
-    heads = 1 if len(shape) == 2 else shape[1]
-    _library().octavo_rms_norm(
+    out = torch.empty_like(x)
+    (_lib or _library()).octavo_rms_norm(
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
         shape[0],
-        heads,
+        1 if len(shape) == 2 else shape[1],
         shape[-1],
-        _row_stride(x),
+        stride,
         eps,
-        _dtype(x, weight),
+        _dtype(x),
         torch.get_num_threads(),
     )
     return out
@@ -161,20 +185,24 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`residual += x` in place, then RMSNorm of it. `x`, `residual`: `[rows, size]`, `residual` contiguous.
     Returns the normed rows (new) and `residual`."""
+    dtype = x.dtype
+    if weight.dtype is not dtype or residual.dtype is not dtype:
+        raise _differ(x, residual, weight)
     if not residual.is_contiguous():
         raise ValueError(f"the residual must be contiguous, got strides {residual.stride()}")
-    out = torch.empty_like(residual)
     rows, size = residual.shape
-    _library().octavo_add_rms_norm(
+    stride = _row_stride(x)
+    out = torch.empty_like(residual)
+    (_lib or _library()).octavo_add_rms_norm(
         x.data_ptr(),
         residual.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
         rows,
         size,
-        _row_stride(x),
+        stride,
         eps,
-        _dtype(x, weight, residual),
+        _dtype(x),
         torch.get_num_threads(),
     )
     return out, residual
@@ -183,33 +211,53 @@ def add_rms_norm(
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(x[:, :n]) * x[:, n:]` of `[rows, 2 n]`: a new `[rows, n]`."""
     rows, size = x.shape
-    out = torch.empty((rows, size // 2), dtype=x.dtype)
-    _library().octavo_silu_and_mul(
-        x.data_ptr(), out.data_ptr(), rows, size // 2, _row_stride(x), _dtype(x), torch.get_num_threads()
+    stride = _row_stride(x)
+    out = x.new_empty((rows, size // 2))
+    (_lib or _library()).octavo_silu_and_mul(
+        x.data_ptr(), out.data_ptr(), rows, size // 2, stride, _dtype(x), torch.get_num_threads()
     )
     return out
 
 
 @functools.lru_cache(maxsize=256)
-def _cache_shape(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, rot_dim: int, dtype: int, cache_dtype: int
-) -> tuple[int, _CacheShape]:
-    shape = _CacheShape(heads, kv_heads, head_dim, block_size, rot_dim, dtype, cache_dtype)
-    return ctypes.addressof(shape), shape
+def cache_shape(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    rot_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+) -> CacheShape:
+    """A layer's constants for rotary and the writing of K and V."""
+    if rot_dim > head_dim or rot_dim % 2:
+        raise ValueError(f"cos_sin rotates {rot_dim} dimensions of a head that has {head_dim}")
+    for x in (dtype, cache_dtype):
+        if x not in _DTYPES:
+            raise TypeError(f"CPU kernels take float32 and bfloat16, got {x}")
+    return CacheShape(heads, kv_heads, head_dim, block_size, rot_dim, _DTYPES[dtype], _DTYPES[cache_dtype])
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
     """Rotates `q` `[rows, heads, head_dim]` and `k` `[rows, kv_heads, head_dim]` in place, pairing
     dimension i with i + rot_dim / 2. `cos_sin`: float32 `[max_position, rot_dim]`, cosines then sines;
     `positions`: int64 or int32 `[rows]`, all below max_position (not checked)."""
-    _rope_and_write(q, k, None, cos_sin, positions, None, None)
+    if q.dtype is not k.dtype:
+        raise _differ(q, k)
+    _, kv_heads, head_dim = k.shape
+    dtype = k.dtype
+    shape = cache_shape(q.shape[1], kv_heads, head_dim, 0, cos_sin.shape[1], dtype, dtype)
+    _call_cache(shape, q, k, None, cos_sin, positions, None, None)
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Stores rows `k`, `v` `[rows, kv_heads, head_dim]` in a layer's cache
     `[num_blocks, 2, kv_heads, block_size, head_dim]` (float32 or bfloat16, contiguous) at the slots
     `block * block_size + offset` (int64 `[rows]`); a negative slot drops its row."""
-    _rope_and_write(None, k, v, None, None, cache, slot_mapping)
+    _, kv_heads, head_dim = k.shape
+    block_size = _block_size(cache, kv_heads, head_dim)
+    shape = cache_shape(0, kv_heads, head_dim, block_size, 0, k.dtype, cache.dtype)
+    _call_cache(shape, None, k, v, None, None, cache, slot_mapping)
 
 
 def rope_and_write_kv(
@@ -222,10 +270,16 @@ def rope_and_write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """`rotary` and then `write_kv`, in one pass over the rows."""
-    _rope_and_write(q, k, v, cos_sin, positions, cache, slot_mapping)
+    if q.dtype is not k.dtype:
+        raise _differ(q, k)
+    _, kv_heads, head_dim = k.shape
+    block_size = _block_size(cache, kv_heads, head_dim)
+    shape = cache_shape(q.shape[1], kv_heads, head_dim, block_size, cos_sin.shape[1], k.dtype, cache.dtype)
+    _call_cache(shape, q, k, v, cos_sin, positions, cache, slot_mapping)
 
 
-def _rope_and_write(
+def _call_cache(
+    shape: CacheShape,
     q: torch.Tensor | None,
     k: torch.Tensor,
     v: torch.Tensor | None,
@@ -234,31 +288,27 @@ def _rope_and_write(
     cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
 ) -> None:
-    rows, kv_heads, head_dim = k.shape
-    dtype = _dtype(k)
-    heads = rot_dim = q_at = q_stride = v_at = v_stride = cos_sin_at = positions_at = short = 0
-    cache_at = slots_at = block_size = cache_dtype = 0
-    if q is not None and cos_sin is not None and positions is not None:
-        _dtype(k, q)
+    if q is None or cos_sin is None or positions is None:
+        q_at = q_stride = cos_sin_at = positions_at = short = 0
+    else:
         if cos_sin.dtype is not torch.float32 or not cos_sin.is_contiguous():
             raise TypeError(f"cos_sin must be contiguous float32, got {cos_sin.dtype}")
-        heads, rot_dim = q.shape[1], cos_sin.shape[1]
-        if rot_dim > head_dim:
-            raise ValueError(f"cos_sin rotates {rot_dim} dimensions of a head that has {head_dim}")
-        q_at, q_stride = q.data_ptr(), _row_stride(q)
-        cos_sin_at, positions_at = cos_sin.data_ptr(), positions.data_ptr()
         short = positions.dtype is torch.int32
         if not short and positions.dtype is not torch.int64:
             raise TypeError(f"positions must be int64 or int32, got {positions.dtype}")
-    if v is not None and cache is not None and slot_mapping is not None:
-        _dtype(k, v)
+        q_at, q_stride = q.data_ptr(), _row_stride(q)
+        cos_sin_at, positions_at = cos_sin.data_ptr(), positions.data_ptr()
+    if v is None or cache is None or slot_mapping is None:
+        v_at = v_stride = cache_at = slots_at = 0
+    else:
+        if v.dtype is not k.dtype:
+            raise _differ(k, v)
         if slot_mapping.dtype is not torch.int64:
             raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-        block_size, cache_dtype = _check_cache(cache, kv_heads, head_dim)
         v_at, v_stride = v.data_ptr(), _row_stride(v)
         cache_at, slots_at = cache.data_ptr(), slot_mapping.data_ptr()
-    _library().octavo_rope_and_write_kv(
-        _cache_shape(heads, kv_heads, head_dim, block_size, rot_dim, dtype, cache_dtype)[0],
+    (_lib or _library()).octavo_rope_and_write_kv(
+        ctypes.addressof(shape),
         q_at,
         k.data_ptr(),
         v_at,
@@ -270,19 +320,18 @@ def _rope_and_write(
         short,
         cache_at,
         slots_at,
-        rows,
+        k.shape[0],
         torch.get_num_threads(),
     )
 
 
-def _check_cache(cache: torch.Tensor, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Block size and dtype number of a layer's cache, whose shape must fit."""
+def _block_size(cache: torch.Tensor, kv_heads: int, head_dim: int) -> int:
+    """Block size of a layer's cache, whose shape must fit."""
     _, two, cache_heads, block_size, cache_dim = cache.shape
-    if (two, cache_heads, cache_dim) != (2, kv_heads, head_dim) or not cache.is_contiguous():
-        raise ValueError(
-            f"cache must be contiguous [blocks, 2, {kv_heads}, block_size, {head_dim}], got {tuple(cache.shape)}"
-        )
-    return block_size, _dtype(cache)
+    if cache_heads != kv_heads or cache_dim != head_dim or two != 2 or not cache.is_contiguous():
+        wanted = f"[blocks, 2, {kv_heads}, block_size, {head_dim}]"
+        raise ValueError(f"cache must be contiguous {wanted}, got {tuple(cache.shape)}")
+    return block_size
 
 
 @functools.lru_cache(maxsize=256)
@@ -337,7 +386,7 @@ def attend(
     shape: AttentionShape, batch: AttentionBatch, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
 ) -> None:
     """`paged_attention` with prepared constants: what a layer calls each step. Checks no shapes."""
-    status = _library().octavo_paged_attention(
+    status = (_lib or _library()).octavo_paged_attention(
         ctypes.addressof(shape),
         ctypes.addressof(batch),
         q.data_ptr(),
@@ -377,8 +426,9 @@ def paged_attention(
     """
     _, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
-    block_size, _ = _check_cache(cache, kv_heads, head_dim)
-    _dtype(q, out)
+    block_size = _block_size(cache, kv_heads, head_dim)
+    if out.dtype is not q.dtype:
+        raise _differ(q, out)
     shape = attention_shape(
         heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, cache.dtype
     )
@@ -387,10 +437,11 @@ def paged_attention(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """First index of each row's greatest value (a NaN counts as greatest): `[rows, vocab]` to int64 `[rows]`."""
+    """First index of each row's greatest value, a NaN counting as greatest: `[rows, vocab]` to int64
+    `[rows]`."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    _library().octavo_argmax(
+    (_lib or _library()).octavo_argmax(
         logits.data_ptr(),
         out.data_ptr(),
         rows,
@@ -425,7 +476,7 @@ def gumbel_argmax(
     if not (temperature.is_contiguous() and k0.is_contiguous() and k1.is_contiguous()):
         raise ValueError("temperature, k0 and k1 must be contiguous")
     out = torch.empty(rows, dtype=torch.int64)
-    _library().octavo_gumbel_argmax(
+    (_lib or _library()).octavo_gumbel_argmax(
         logits.data_ptr(),
         temperature.data_ptr(),
         k0.data_ptr(),
