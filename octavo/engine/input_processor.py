@@ -53,8 +53,8 @@ class InputProcessor:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source.path, config.tokenizer)
         eos = set(self.model_config.eos_token_ids)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos.add(self.tokenizer.eos_token_id)
+        if self.tokenizer is not None:
+            eos.update(self.tokenizer.eos_token_ids)
         self.eos_token_ids = sorted(eos)
         self._seeds = random.Random(config.seed)
         self._facts: ModelFacts | None = None

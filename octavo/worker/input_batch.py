@@ -52,6 +52,7 @@ class InputBatch:
         self.token_table = _zeros((max_num_seqs, max_model_len), torch.int32, device)
         self.num_computed = _zeros((max_num_seqs,), torch.int64, device)
         self.block_tables = [_zeros((max_num_seqs, columns), torch.int32, device) for _ in groups]
+        self.prompt_len = np.zeros(max_num_seqs, np.int64)  # on the host, which alone asks
         self._arange = torch.arange(max(max_model_len, 8192) + 1, device=device)
 
     def apply(self, plan: StepPlan) -> None:
@@ -66,6 +67,7 @@ class InputBatch:
             d_places, d_tokens, d_slots, d_computed = self._send(places, tokens, slots, computed)
             self.token_table.view(-1)[d_places] = d_tokens.int()
             self.num_computed[d_slots] = d_computed
+            self.prompt_len[slots] = [a.prompt_len for a in plan.admissions]
         for group, table in enumerate(self.block_tables):
             update = plan.block_updates[group]
             rows = [np.full(len(a.block_ids[group]), a.slot) for a in plan.admissions]

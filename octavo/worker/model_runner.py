@@ -14,7 +14,7 @@ from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan, StepResult, TokenLogprobs
 from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
 from octavo.sampling.sampler import Sampler
-from octavo.sampling.state import PROMPT_LEN, SamplingState
+from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.worker.input_batch import InputBatch, StepInputs
 
@@ -87,7 +87,7 @@ class ModelRunner:
         starts = np.concatenate(([0], np.cumsum(plan.num_rows)))
         rows, counts, owners = [], [], []
         for i in np.flatnonzero(plan.prompt_logprobs >= 0):
-            prompt = int(self.sampling.host[PROMPT_LEN, plan.slots[i]])
+            prompt = int(self.batch.prompt_len[plan.slots[i]])
             told = min(int(plan.num_rows[i]), prompt - 1 - int(plan.start[i]))
             rows.append(np.arange(starts[i], starts[i] + max(told, 0)))
             counts.append(np.full(max(told, 0), plan.prompt_logprobs[i]))
