@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -62,6 +63,42 @@ class LinearMethod(ABC):
         """`x @ W^T + bias`: `[rows, in]` to `[rows, out]`, in `x`'s dtype."""
 
 
+# Rows from which widening wins (measured on AVX2, SmolLM2's shapes: 1.7 to 2.4 times as fast as
+# PyTorch's bfloat16 product at 8 rows, 3.4 to 5 at 32), and float32 elements of a slice: 1 MiB, so
+# that it is still in the cache when it is multiplied.
+_WIDEN_ROWS = 8
+_WIDEN_ELEMENTS = 1 << 18
+
+
+@functools.cache
+def cpu_lacks(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies this 16-bit type only by emulation (no AVX-512, AMX or the like)."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return True
+    if dtype is torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def widening_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` of 16-bit tensors by float32 products over slices of the weight, widened one by one.
+
+    Sums are float32's, as in the 16-bit product; results are rounded once to `x`'s dtype.
+    """
+    rows = max(1, _WIDEN_ELEMENTS // weight.shape[1])
+    wide_x = x.float()
+    scratch = torch.empty(min(rows, weight.shape[0]), weight.shape[1])
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+    for start in range(0, weight.shape[0], rows):
+        piece = weight[start : start + rows]
+        wide = scratch[: piece.shape[0]].copy_(piece)
+        wide_bias = None if bias is None else bias[start : start + rows].float()
+        out[:, start : start + rows] = F.linear(wide_x, wide, wide_bias)
+    return out
+
+
 class UnquantizedLinearMethod(LinearMethod):
     """The matrix as it is, `weight [out, in]` in the activations' dtype."""
 
@@ -81,7 +118,10 @@ class UnquantizedLinearMethod(LinearMethod):
         layer.get_parameter("weight")[shard.target : shard.target + shard.rows].copy_(piece)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)  # type: ignore[arg-type]
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        if x.is_cpu and x.shape[0] >= _WIDEN_ROWS and cpu_lacks(x.dtype):
+            return widening_linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
 
 def linear_method(quantization: str | None, prefix: str) -> LinearMethod:

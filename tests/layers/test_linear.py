@@ -20,7 +20,7 @@ from octavo.layers.linear import (
     RowParallelLinear,
 )
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
-from octavo.quantization.linear_method import linear_method
+from octavo.quantization.linear_method import linear_method, widening_linear
 from tests.parallel.threads import on_ranks
 
 
@@ -63,6 +63,21 @@ def test_column_then_row_parallel(size: int):
     expected = F.linear(F.linear(x, up, up_bias), down, down_bias)
     for result in on_ranks(size, rank):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_widening_linear(dtype: torch.dtype, biased: bool):
+    torch.manual_seed(4)
+    # 700 columns make slices of 374 rows: two whole ones and a rest.
+    x, weight = torch.randn(9, 700).to(dtype), torch.randn(800, 700).to(dtype)
+    bias = torch.randn(800).to(dtype) if biased else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    actual = widening_linear(x, weight, bias)
+    assert actual.dtype == dtype
+    # One rounding of the result: half a unit in the last place, and float32's error in the sum.
+    unit = torch.finfo(dtype).eps / 2
+    assert ((actual.double() - exact).abs() <= unit * exact.abs() * 1.01 + 1e-4).all()
 
 
 def test_merged_parts_keep_their_order_on_each_rank():
