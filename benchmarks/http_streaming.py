@@ -163,9 +163,8 @@ def main() -> None:
         print(json.dumps(found))
         return
     for kind, figures in found.items():
-        print(
-            f"{kind:8s} {figures['events_per_s']:9,.0f} chunks/s   {figures['events_per_cpu_s']:9,.0f} per CPU second"
-        )
+        wall, cpu = figures["events_per_s"], figures["events_per_cpu_s"]
+        print(f"{kind:8s} {wall:9,.0f} chunks/s   {cpu:9,.0f} per CPU second of the server")
 
 
 if __name__ == "__main__":

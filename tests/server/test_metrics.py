@@ -6,20 +6,29 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.server.metrics import LatencyHistogram
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
+
+CORE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name (and finish reason) of an exposition, buckets left out."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert "model_name" in sample.labels
+            reason = sample.labels.get("finished_reason")
+            if "le" not in sample.labels:
+                found[sample.name + (f"/{reason}" if reason else "")] = sample.value
+    return found
 
 
 def scrape(server: Running) -> dict[str, float]:
     text = server.client.get("/metrics").text
-    samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            assert sample.labels["model_name"] == "some/model"
-            reason = sample.labels.get("finished_reason")
-            if "le" not in sample.labels:
-                samples[sample.name + (f"/{reason}" if reason else "")] = sample.value
-    return samples
+    assert 'model_name="some/model"' in text
+    return samples(text)
 
 
 def test_counts_add_up() -> None:
@@ -63,3 +72,16 @@ def test_refused_requests_leave_no_latency() -> None:
         found = scrape(server)
     assert found["vllm:time_to_first_token_seconds_count"] == 0
     assert found["vllm:request_success_total/abort"] == 0
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    histogram = LatencyHistogram("x", "A test.", (1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    family = histogram.family(("m", "0"))
+    assert {s.labels["le"]: s.value for s in family.samples if "le" in s.labels} == {
+        "1.0": 2,
+        "2.0": 3,
+        "+Inf": 4,
+    }
+    assert [s.value for s in family.samples if s.name.endswith("_sum")] == [12.0]
