@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
-from octavo.server.params import check_request, sampling_params
+from octavo.server.params import check_request, new_request_id, sampling_params
 from octavo.server.parsing import check_depth
 from octavo.server.protocol import (
     AssistantMessage,
@@ -52,7 +51,7 @@ async def create_chat_completion(service: Service, body: ChatRequest, request_id
     """
     model = service.check_model(body.model)
     check_request(body)
-    job = await _prepare(service, body, model, body.request_id or request_id or uuid.uuid4().hex)
+    job = await _prepare(service, body, model, body.request_id or request_id or new_request_id())
     if body.stream:
         return EventStream(job.stream())
     return Response(msgspec.json.encode(await job.complete()), media_type="application/json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, completion_logprobs, prompt_logprobs
-from octavo.server.params import check_request, sampling_params
+from octavo.server.params import check_request, new_request_id, sampling_params
 from octavo.server.protocol import (
     Completion,
     CompletionChoice,
@@ -40,7 +39,7 @@ async def create_completion(
     """
     model = service.check_model(body.model)
     check_request(body)
-    job = await _prepare(service, body, model, body.request_id or request_id or uuid.uuid4().hex)
+    job = await _prepare(service, body, model, body.request_id or request_id or new_request_id())
     if body.stream:
         return EventStream(job.stream())
     return Response(msgspec.json.encode(await job.complete()), media_type="application/json")

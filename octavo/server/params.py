@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -48,6 +49,11 @@ def check_request(body: SamplingFields) -> None:
         raise bad_request("prompt_logprobs is not available in a stream: set stream=false", "prompt_logprobs")
     if body.request_id is not None:
         check_request_id(body.request_id, "request_id")
+
+
+def new_request_id() -> str:
+    """A name for a request that brings none: unique, but no secret, so that no system call is spent on it."""
+    return f"{random.getrandbits(128):032x}"
 
 
 def check_request_id(request_id: str, param: str) -> None:
