@@ -6,7 +6,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -49,18 +48,22 @@ def test_help_names_every_command_and_imports_nothing_heavy():
 
 
 def test_help_is_fast():
-    """The target is 150 ms more than a bare interpreter takes; the best of five, for a busy machine."""
+    """Under 150 ms of processor time, the interpreter's own start aside; the best of five.
+
+    Processor time, because the tests beside this one use the same cores.
+    """
 
     def best(argv: list[str]) -> float:
         times = []
         for _ in range(5):
-            start = time.perf_counter()
-            subprocess.run(argv, stdout=subprocess.DEVNULL, check=True)
-            times.append(time.perf_counter() - start)
+            child = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+            _, status, usage = os.wait4(child.pid, 0)
+            assert status == 0
+            child.returncode = 0
+            times.append(usage.ru_utime + usage.ru_stime)
         return min(times)
 
-    bare = best([sys.executable, "-c", "pass"])
-    assert best([*OCTAVO, "--help"]) - bare < 0.15
+    assert best([*OCTAVO, "--help"]) - best([sys.executable, "-c", "pass"]) < 0.15
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
