@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import activation, attention, norm, rotary_kv, sampling
+from octavo.kernels.triton import activation, attention, linear, norm, rotary_kv, sampling
 
 
 class _StandInDriver:
@@ -149,6 +149,13 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         found.append((f"rotary_and_write_kv {heads}/{kv_heads}x{dim} rot {rot} norm {normed}", rotate))
         write = functools.partial(rotary_kv.write_kv, k, v, cache, slots)
         found.append((f"write_kv {kv_heads}x{dim}", write))
+    for rows, size_in, size_out in [(1, 4096, 6144), (1, 14336, 4096), (4, 4096, 28672), (3, 576, 1536)]:
+        product = functools.partial(
+            linear.few_rows_linear,
+            torch.empty(rows, size_in, dtype=bf16),
+            torch.empty(size_out, size_in, dtype=bf16),
+        )
+        found.append((f"few_rows_linear {rows} x {size_in} to {size_out}", product))
     keys, temperature = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     for dtype in (f32, bf16):
         logits = torch.empty(4, 128256, dtype=dtype)
