@@ -185,7 +185,8 @@ void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, cons
         const int64_t ahead = std::min<int64_t>(KEYS, it.key1 - t0 - KEYS);
         if (ahead > 0) next.find(c, it, t0 + KEYS, ahead);
         for (int64_t t = 0; t < n; t += 4) {
-            if (t < ahead) prefetch_rows(next.k[t / 4], dim);
+            // Blocks are scattered: the hardware cannot guess where the next one lies.
+            if (t < ahead) prefetch_rows(next.k[t / 4], dim), prefetch_rows(next.v[t / 4], dim);
             dot4<M>(q, tile.k[t / 4], dim, p + t);
         }
         for (int m = 0; m < M; m++) {
