@@ -19,9 +19,10 @@ class PagedRun:
         per_request = -(-max_len // self.block_size)
         num_blocks = requests * per_request + 1
         dtype = getattr(torch, fmt.dtype)
+        self.device = next(model.parameters()).device
         # NaN: a row that is read before it is written shows.
         self.caches = [
-            torch.full((num_blocks, *fmt.layer_block_shape()), float("nan"), dtype=dtype)
+            torch.full((num_blocks, *fmt.layer_block_shape()), float("nan"), dtype=dtype, device=self.device)
             for _ in group.layers
         ]
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
@@ -41,11 +42,12 @@ class PagedRun:
             starts.append(starts[-1] + len(ids))
             self.done[request] = first + len(ids)
             lens.append(self.done[request])
+        to = {"device": self.device}
         meta = AttentionMetadata(
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_table=self.tables[list(rows)].contiguous(),
-            slot_mapping=torch.tensor(slots + [-1] * padding),
+            query_start=torch.tensor(starts, dtype=torch.int32, **to),
+            seq_lens=torch.tensor(lens, dtype=torch.int32, **to),
+            block_table=self.tables[list(rows)].contiguous().to(**to),
+            slot_mapping=torch.tensor(slots + [-1] * padding, **to),
             num_requests=len(rows),
             num_rows=len(tokens),
             max_query_len=max(map(len, rows.values())),
@@ -54,12 +56,12 @@ class PagedRun:
         with torch.inference_mode():
             self.model.plan_attention(meta)
             hidden = self.model(
-                torch.tensor(tokens + [0] * padding),
-                torch.tensor(positions + [0] * padding),
+                torch.tensor(tokens + [0] * padding, **to),
+                torch.tensor(positions + [0] * padding, **to),
                 self.caches,
                 meta,
             )
-            logits = self.model.compute_logits(hidden)[: len(tokens)].float()
+            logits = self.model.compute_logits(hidden)[: len(tokens)].float().cpu()
         return dict(zip(rows, logits.split([len(ids) for ids in rows.values()]), strict=True))
 
     def prompts(self, prompts: list[list[int]], chunk: int) -> list[torch.Tensor]:

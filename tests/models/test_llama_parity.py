@@ -127,16 +127,21 @@ def expected(variant: str) -> list[torch.Tensor]:
         return [model(torch.tensor([p])).logits[0].float() for p in prompts(variant)]
 
 
-def octavo_model(variant: str, block_size: int = 16, backend: str = "torch", **settings: object) -> CausalLM:
+def octavo_model(
+    variant: str,
+    block_size: int = 16,
+    backend: str = "torch",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> CausalLM:
     hf, config = hf_model(variant)
     model = build_model(
         config,
-        dtype=torch.float32,
-        device="cpu",
+        dtype=dtype,
+        device=device,
         attention_backend=backend,
         max_model_len=MAX_MODEL_LEN.get(variant, 128),
         block_size=block_size,
-        **settings,
     )
     state = hf.state_dict()
     if config.tie_word_embeddings:
@@ -221,11 +226,21 @@ def test_ranks_together_equal_one(variant: str, size: int):
         check(result, variant)
 
 
-def test_bfloat16_stays_near_float32():
-    _, config = hf_model("llama")
-    model = build_model(config, dtype=torch.bfloat16, device="cpu", attention_backend="torch")
-    load_weights(model, hf_model("llama")[0].state_dict().items())
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "cpu"), pytest.param("cuda", "triton", marks=pytest.mark.gpu)]
+)
+def test_bfloat16_stays_near_float32(device: str, backend: str):
+    model = octavo_model("llama", 16, backend, device, torch.bfloat16)
     texts = prompts("llama")
     for ours, theirs in zip(PagedRun(model, 3, 64).prompts(texts, 8), expected("llama"), strict=True):
         difference = ours.log_softmax(-1) - theirs.log_softmax(-1)
         assert difference.abs().mean() < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_on_gpu(variant: str):
+    model = octavo_model(variant, 16, "triton", "cuda")
+    texts = prompts(variant)
+    for chunk in (1, 7, 1000):
+        check(PagedRun(model, len(texts), 64).prompts(texts, chunk), variant)
