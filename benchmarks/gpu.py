@@ -40,7 +40,8 @@ THROUGHPUT = {"llama-8b": 512, "qwen3-0.6b": 256}
 def run(llm: LLM, items: list[WorkItem]) -> tuple[float, int]:
     """Seconds and output tokens of a workload, all requests at once."""
     params = [
-        SamplingParams(temperature=0.0, max_tokens=i.max_tokens, ignore_eos=True, detokenize=False) for i in items
+        SamplingParams(temperature=0.0, max_tokens=i.max_tokens, ignore_eos=True, detokenize=False)
+        for i in items
     ]
     begin = time.perf_counter()
     outputs = llm.generate([i.prompt_token_ids for i in items], params, use_tqdm=False)
@@ -60,13 +61,16 @@ def decode_ms(llm: LLM, count: int, repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure(shape: str, rows: set[str], repeats: int, bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
+def measure(
+    shape: str, rows: set[str], repeats: int, bandwidth: float, rate: float
+) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         begin = time.perf_counter()
         llm = LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=12288, enable_prefix_caching=False,
+            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=12288,
+            enable_prefix_caching=False,
             max_num_seqs=512, gpu_memory_utilization=0.9,
         )  # fmt: skip
         run(llm, random_requests(1, (16, 16), (1, 1)))
@@ -79,7 +83,9 @@ def measure(shape: str, rows: set[str], repeats: int, bandwidth: float, rate: fl
         if "decode32" in rows:
             figures["decode, 32 requests, ms"] = {"measured": decode_ms(llm, 32, repeats), "floor": floor}
         if "prefill" in rows:
-            times = [run(llm, random_requests(1, (8192, 8192), (1, 1), seed=s))[0] for s in range(repeats + 1)]
+            times = [
+                run(llm, random_requests(1, (8192, 8192), (1, 1), seed=s))[0] for s in range(repeats + 1)
+            ]
             parameters = STREAMED[shape] / 2
             figures["prefill of 8192, s"] = {
                 "measured": statistics.median(times[1:]),
@@ -94,7 +100,9 @@ def measure(shape: str, rows: set[str], repeats: int, bandwidth: float, rate: fl
             figures["shared prefix, cache off, s"] = {"measured": run(llm, items)[0]}
         llm.close()
         if "shared" in rows:
-            llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=12288, max_num_seqs=512)
+            llm = LLM(
+                folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=12288, max_num_seqs=512
+            )
             run(llm, random_requests(8, (100, 300), (4, 4), seed=9))
             run(llm, shared_prefix_requests(8, 512, 64, 4, seed=77))
             figures["shared prefix, cache on, first pass, s"] = {"measured": run(llm, items)[0]}
@@ -103,7 +111,9 @@ def measure(shape: str, rows: set[str], repeats: int, bandwidth: float, rate: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--rows", default="decode1,decode32,prefill,throughput,shared")
     parser.add_argument("--repeats", type=int, default=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -21,6 +22,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer
 
 _Item = RequestOutput | Exception
+_QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
 
 
 class AsyncLLM:
@@ -119,12 +121,20 @@ class AsyncLLM:
             EngineDeadError: the engine has ended.
         """
         await self.check_health()
-        prepared = await self._loop.run_in_executor(
-            self._pool,
-            lambda: self._processor.prepare(
-                prompt, params, request_id, priority=priority, cache_salt=cache_salt, lora_request=lora_request
-            ),
+        prepare = functools.partial(
+            self._processor.prepare,
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
         )
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        if isinstance(ids, list) and len(ids) <= _QUICK_PROMPT and not params.bad_words:
+            prepared = prepare()  # nothing to tokenize: a thread would cost more than it saves
+        else:
+            prepared = await self._loop.run_in_executor(self._pool, prepare)
         items = self._start(prepared)
         finished = False
         try:
@@ -172,7 +182,9 @@ class AsyncLLM:
         items: asyncio.Queue[_Item] = asyncio.Queue()
         with self._lock:
             if prepared.request_id in self._outputs:
-                raise RequestError(f"request_id {prepared.request_id!r} is in use: choose another", "request_id")
+                raise RequestError(
+                    f"request_id {prepared.request_id!r} is in use: choose another", "request_id"
+                )
             self._outputs.add(prepared)
             self._queues[prepared.request_id] = items
         try:
@@ -207,14 +219,20 @@ class AsyncLLM:
             with contextlib.suppress(EngineDeadError):
                 self._client.send(AbortRequests(stopped))
         if ready:
-            self._call(lambda: [items.put_nowait(item) for items, item in ready])
+            self._hand_over(ready)
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:
             self._dead = error
             waiting = list(self._queues.values())
-        self._call(lambda: [items.put_nowait(error) for items in waiting])
+        self._hand_over([(items, error) for items in waiting])
 
-    def _call(self, action: Any) -> None:
+    def _hand_over(self, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+        """Put each item in its queue, in one call on the loop's thread."""
+
+        def put() -> None:
+            for waiting, item in items:
+                waiting.put_nowait(item)
+
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(action)
+            self._loop.call_soon_threadsafe(put)

@@ -59,7 +59,9 @@ class EngineConfig:
         "`octavo pull` brings.",
         positional=True,
     )
-    tokenizer: str | None = setting(None, "Folder or GGUF file to read the tokenizer from, if not the model's.")
+    tokenizer: str | None = setting(
+        None, "Folder or GGUF file to read the tokenizer from, if not the model's."
+    )
     skip_tokenizer_init: bool = setting(False, "Work with token ids only: no tokenizer is loaded.")
     trust_remote_code: bool = setting(
         False, "Run a checkpoint's own Python code. No built-in family needs it.", only=(False,)
@@ -77,7 +79,9 @@ class EngineConfig:
     )
     quantization: str | None = setting(None, "Quantize weights while loading.", only=(None,))
     kv_cache_dtype: str = setting("auto", "Type of the KV cache; auto is the model's.", only=("auto",))
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes the first visible GPU, else the CPU.")
+    device: str = setting(
+        "auto", "auto, cpu, cuda or cuda:N. auto takes the first visible GPU, else the CPU."
+    )
     seed: int = setting(0, "Seeds dummy weights and the requests that bring no seed of their own.")
     max_model_len: int | str | None = setting(
         None,
@@ -87,7 +91,10 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(256, "Most requests that run at once.", low=1, high=8192)
     max_num_batched_tokens: int | None = setting(
-        None, "Most tokens computed in one step; by default 8192 on a GPU and 2048 on a CPU.", low=1, unit="tokens"
+        None,
+        "Most tokens computed in one step; by default 8192 on a GPU and 2048 on a CPU.",
+        low=1,
+        unit="tokens",
     )
     long_prefill_token_threshold: int = setting(
         0, "Most tokens of one prompt in a step; 0: as many as the step's budget has room for.", low=0
@@ -100,7 +107,10 @@ class EngineConfig:
         0.9, "Share of the GPU's memory that weights, activations and KV cache may take.", low=0.01, high=1.0
     )
     cpu_memory_utilization: float = setting(
-        0.3, "On a CPU, share of the memory that is free after loading that the KV cache may take.", low=0.001, high=0.95
+        0.3,
+        "On a CPU, share of the memory that is free after loading that the KV cache may take.",
+        low=0.001,
+        high=0.95,
     )
     kv_cache_memory_bytes: int | None = setting(
         None, "Exact size of the KV cache, instead of a share of memory.", low=1, unit="bytes"
@@ -117,7 +127,8 @@ class EngineConfig:
         "fcfs", "Order of waiting requests: by arrival, or by priority first.", choices=("fcfs", "priority")
     )
     async_scheduling: bool | None = setting(
-        None, "Schedule a step while the one before runs; by default on a GPU, where there is something to overlap."
+        None,
+        "Schedule a step while the one before runs; by default on a GPU, where steps can overlap.",
     )
     enforce_eager: bool = setting(False, "Never record CUDA graphs. (This version records none and says so.)")
     attention_backend: str = setting(
@@ -133,11 +144,13 @@ class EngineConfig:
     enable_lora: bool = setting(False, "Serve LoRA adapters.", only=(False,))
     generation_config: str = setting(
         "auto",
-        "Take default sampling settings from the model's generation_config.json (auto), or Octavo's own (none).",
+        "Take default sampling settings from the generation_config.json (auto), or Octavo's own (none).",
         choices=("auto", "none"),
     )
     chat_template: str | None = setting(None, "File with a Jinja chat template, or the template itself.")
-    max_logprobs: int = setting(20, "Most log-probabilities per token that a request may ask for; -1: no limit.", low=-1)
+    max_logprobs: int = setting(
+        20, "Most log-probabilities per token that a request may ask for; -1: no limit.", low=-1
+    )
     disable_log_stats: bool = setting(False, "Do not log throughput and cache use every few seconds.")
     check_invariants: bool = setting(
         False, "Check the scheduler's and the block pool's bookkeeping after every step (slow; for tests)."
@@ -147,8 +160,12 @@ class EngineConfig:
         validate(self)
         if self.max_model_len in ("auto", -1):
             self.max_model_len = "auto"
-        elif self.max_model_len is not None and (not isinstance(self.max_model_len, int) or self.max_model_len < 2):
-            raise ConfigError(f"max_model_len={self.max_model_len!r} is not valid: give at least 2 tokens, or auto")
+        elif self.max_model_len is not None and (
+            not isinstance(self.max_model_len, int) or self.max_model_len < 2
+        ):
+            raise ConfigError(
+                f"max_model_len={self.max_model_len!r} is not valid: give at least 2 tokens, or auto"
+            )
         if self.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device={self.device!r} is not known: give auto, cpu, cuda or cuda:N")
 
@@ -196,7 +213,9 @@ def validate(config: Any) -> None:
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(f"{spec.name}={value!r} is not known: choose {_listing(meta['choices'])}{hint}")
         if meta["only"] is not None and value not in meta["only"]:
-            kept = "leave it out" if meta["only"][0] is None else f"this version runs {_listing(meta['only'])}"
+            kept = (
+                "leave it out" if meta["only"][0] is None else f"this version runs {_listing(meta['only'])}"
+            )
             raise ConfigError(f"{spec.name}={value!r} is not supported by this version: {kept}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low, high = meta["low"], meta["high"]
@@ -220,8 +239,10 @@ def make_config(cls: type, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, cls: type, title: str, skip: tuple[str, ...] = ()) -> None:
-    """Add an option for every field of a settings dataclass (`--max-model-len`, `--[no-]flag` for booleans)."""
+def add_config_arguments(
+    parser: argparse.ArgumentParser, cls: type, title: str, skip: tuple[str, ...] = ()
+) -> None:
+    """Add an option for every field of a settings dataclass (`--[no-]flag` for booleans)."""
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(cls)
     for spec in fields(cls):
@@ -233,7 +254,9 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type, title: str,
         text += "" if default in (None, False) else f" Default: {default}."
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if bool in members:
-            group.add_argument(_flag(spec.name), dest=spec.name, action=argparse.BooleanOptionalAction, **options)
+            group.add_argument(
+                _flag(spec.name), dest=spec.name, action=argparse.BooleanOptionalAction, **options
+            )
             continue
         if meta["choices"]:
             options["choices"] = meta["choices"]
@@ -285,8 +308,15 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def _type_name(kind: Any) -> str:
-    names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", dict: "a dictionary",
-             list: "a list", type(None): "None"}  # fmt: skip
+    names = {
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        bool: "True or False",
+        dict: "a dictionary",
+        list: "a list",
+        type(None): "None",
+    }
     return names.get(kind, str(kind))
 
 

@@ -94,7 +94,9 @@ class LLM:
         batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
         if priority is not None and len(priority) != len(batch):
-            raise RequestError(f"{len(priority)} priorities for {len(batch)} prompts: give one each", "priority")
+            raise RequestError(
+                f"{len(priority)} priorities for {len(batch)} prompts: give one each", "priority"
+            )
         with self._lock:
             prepared = [
                 self._processor.prepare(
@@ -113,7 +115,9 @@ class LLM:
                     bar.advance(output)
         return [results[p.request_id] for p in prepared]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding what is new as it comes. Closing the iterator ends the request.
 
         Raises:
@@ -171,8 +175,12 @@ class LLM:
         text = tokenizer.apply_chat_template(messages, **kwargs)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
-    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
-              ) -> list[ScoreOutput]:  # fmt: skip
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
         """Log-probability of each continuation after its prompt (or all after one prompt).
 
         Args:
@@ -197,7 +205,9 @@ class LLM:
         results = []
         for output, head, tail in zip(outputs, head_ids, tail_ids, strict=True):
             assert output.prompt_logprobs is not None
-            entries = [cast(dict, e)[t] for e, t in zip(output.prompt_logprobs[len(head) :], tail, strict=True)]
+            entries = [
+                cast(dict, e)[t] for e, t in zip(output.prompt_logprobs[len(head) :], tail, strict=True)
+            ]
             values = [entry.logprob for entry in entries]
             results.append(ScoreOutput(sum(values), values, all(entry.rank == 1 for entry in entries), tail))
         return results
@@ -267,7 +277,9 @@ class LLM:
         if failure is not None:
             raise RequestFailedError(failure)
 
-    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
         if given is None:
             return [self._processor.default_params()] * count
         if isinstance(given, SamplingParams):
@@ -321,5 +333,3 @@ def _progress(show: bool, total: int) -> Iterator[_Bar]:
 
     with tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True) as bar:
         yield _Bar(bar)
-
-

@@ -48,7 +48,9 @@ def random_requests(count: int, prompt: Bounds, output: Bounds, seed: int = 0) -
     return items
 
 
-def shared_prefix_requests(count: int, prefix: int, unique: int, output: int, seed: int = 1) -> list[WorkItem]:
+def shared_prefix_requests(
+    count: int, prefix: int, unique: int, output: int, seed: int = 1
+) -> list[WorkItem]:
     """Prompts that share their first `prefix` tokens and have `unique` of their own."""
     rng = random.Random(seed)
     head = _ids(rng, prefix)
@@ -91,7 +93,7 @@ def file_requests(path: str | Path, count: int | None, output: int) -> list[Work
     Raises:
         ConfigError: no such file, or a line that is none of these.
     """
-    items = []
+    items: list[WorkItem] = []
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -105,8 +107,8 @@ def file_requests(path: str | Path, count: int | None, output: int) -> list[Work
             items.append(_from_object(data, limit))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f"{path}:{number} is not a request: give a JSON object with prompt, prompt_token_ids, question, "
-                "turns or messages"
+                f"{path}:{number} is not a request: give a JSON object with prompt, prompt_token_ids, "
+                "question, turns or messages"
             ) from None
     if not items:
         raise ConfigError(f"workload file {str(path)!r} holds no requests")

@@ -90,7 +90,9 @@ class ThreadClient(CoreClient):
         try:
             run_core(core, self._inbox, on_outputs)
         except Exception as error:
-            self._dead = error if isinstance(error, EngineDeadError) else EngineDeadError(f"engine core: {error}")
+            self._dead = (
+                error if isinstance(error, EngineDeadError) else EngineDeadError(f"engine core: {error}")
+            )
             on_death(self._dead)
 
 
@@ -131,7 +133,9 @@ class ProcessClient(CoreClient):
             message = first.message if isinstance(first, Fatal) else "the engine core ended while starting"
             raise kind(message)
         self.facts = first.facts
-        self._thread = threading.Thread(target=self._listen, args=(on_outputs, on_death), name="octavo-core-reader")
+        self._thread = threading.Thread(
+            target=self._listen, args=(on_outputs, on_death), name="octavo-core-reader"
+        )
         self._thread.daemon = True
         self._thread.start()
 

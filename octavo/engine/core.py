@@ -31,6 +31,7 @@ class EngineCore:
         hasher = None
         if config.enable_prefix_caching:
             hasher = BlockHasher(config.prefix_caching_hash_algo, facts.cache_root, config.block_size)
+        logger.info("engine ready: %s", ", ".join(f"{name} {value}" for name, value in facts.summary.items()))
         self.kv = KVManager(facts.groups, facts.num_blocks, hasher)
         self.scheduler = Scheduler(
             SchedulerLimits(

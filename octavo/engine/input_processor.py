@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
@@ -48,7 +48,9 @@ class InputProcessor:
         source = find_model(config.model)
         self.model_name = source.name
         self.model_config = load_model_config(source)
-        self.generation_defaults = load_generation_config(source) if config.generation_config == "auto" else {}
+        self.generation_defaults = (
+            load_generation_config(source) if config.generation_config == "auto" else {}
+        )
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source.path, config.tokenizer)
@@ -81,7 +83,7 @@ class InputProcessor:
 
     def default_params(self) -> SamplingParams:
         """Sampling settings for a request that brings none: the model's own, where it states some."""
-        return SamplingParams(**self.generation_defaults)
+        return SamplingParams(**cast("dict[str, Any]", self.generation_defaults))
 
     def prepare(
         self,
@@ -121,6 +123,7 @@ class InputProcessor:
         self._check_ids(ids)
         params.check_vocabulary(self.facts.vocab_size, self.config.max_logprobs)
         params = self._clamped(params, len(ids))
+        self._check_choice(params)
         request_id = request_id or secrets.token_hex(8)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         common = dict(
@@ -185,8 +188,8 @@ class InputProcessor:
         room = limit - prompt_len
         if room < 1:
             raise RequestError(
-                f"prompt has {prompt_len} tokens, but the context (max_model_len) is {limit} and the answer needs "
-                "room in it: shorten the prompt",
+                f"prompt has {prompt_len} tokens, but the context (max_model_len) is {limit} and the "
+                "answer needs room in it: shorten the prompt",
                 "prompt",
             )
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -200,10 +203,22 @@ class InputProcessor:
         wanted = min(wanted, capacity - prompt_len + 1)
         if params.min_tokens > wanted:
             raise RequestError(
-                f"min_tokens={params.min_tokens} is above the {wanted} tokens that this prompt leaves room for",
+                f"min_tokens={params.min_tokens} is above the {wanted} tokens left by the prompt",
                 "min_tokens",
             )
         return params if params.max_tokens == wanted else params.clone(max_tokens=wanted)
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Refuse settings under which no token may be chosen."""
+        if params.allowed_token_ids is None or params.min_tokens == 0:
+            return
+        ends = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else self.eos_token_ids)}
+        if ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only tokens that end the text, and min_tokens forbids these: "
+                "allow another token, or set min_tokens=0",
+                "allowed_token_ids",
+            )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of each word, as it is written at a text's start and after a space."""
@@ -233,9 +248,10 @@ def check_salt(salt: Any) -> None:
         )
     bad = [c for c in _SALT_FORBIDDEN if c in salt]
     if bad:
-        raise RequestError(f"cache_salt holds the character {bad[0]!r}: leave out / @ \\ and NUL", "cache_salt")
+        raise RequestError(
+            f"cache_salt holds the character {bad[0]!r}: leave out / @ \\ and NUL", "cache_salt"
+        )
     try:
         salt.encode()
     except UnicodeEncodeError:
         raise RequestError("cache_salt holds a lone surrogate: give valid Unicode", "cache_salt") from None
-

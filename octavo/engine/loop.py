@@ -13,6 +13,7 @@ from octavo.messages import (
     AddRequests,
     CoreOutput,
     CoreOutputs,
+    CoreStats,
     ResetPrefixCache,
     Shutdown,
     ToCore,
@@ -22,6 +23,35 @@ logger = logging.getLogger(__name__)
 
 Inbox = queue.SimpleQueue  # of ToCore
 _STATS_INTERVAL = 0.25  # seconds between reports when no request has news
+_LOG_INTERVAL = 10.0  # seconds between lines in the log
+
+
+class _RateLog:
+    """Writes throughput and cache use to the log every few seconds while there is work."""
+
+    def __init__(self, enabled: bool):
+        self._enabled = enabled
+        self._since = time.monotonic()
+        self._before = CoreStats()
+
+    def tick(self, now: float, core: EngineCore) -> None:
+        """Log if it is time."""
+        seconds = now - self._since
+        if not self._enabled or seconds < _LOG_INTERVAL:
+            return
+        stats, before = core.stats(), self._before
+        queries = stats.prefix_cache_queries - before.prefix_cache_queries
+        hits = stats.prefix_cache_hits - before.prefix_cache_hits
+        logger.info(
+            "prompt %.1f, output %.1f tokens/s; running %d, waiting %d; KV cache %.1f%%, prefix hits %.1f%%",
+            (stats.prompt_tokens - before.prompt_tokens) / seconds,
+            (stats.generation_tokens - before.generation_tokens) / seconds,
+            stats.num_running,
+            stats.num_waiting,
+            100 * stats.kv_cache_usage,
+            100 * hits / queries if queries else 0.0,
+        )
+        self._since, self._before = now, stats
 
 
 def run_core(core: EngineCore, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], None]) -> None:
@@ -36,6 +66,7 @@ def run_core(core: EngineCore, inbox: Inbox[ToCore], deliver: Callable[[CoreOutp
         EngineDeadError: the device can run no further step.
     """
     reported = 0.0
+    log = _RateLog(not core.config.disable_log_stats)
     while True:
         outputs: list[CoreOutput] = []
         for message in _receive(inbox, wait=not core.has_work):
@@ -49,6 +80,7 @@ def run_core(core: EngineCore, inbox: Inbox[ToCore], deliver: Callable[[CoreOutp
         if outputs or now - reported > _STATS_INTERVAL:
             deliver(CoreOutputs(outputs, core.stats()))
             reported = now
+            log.tick(now, core)
 
 
 def _receive(inbox: Inbox[ToCore], wait: bool) -> list[ToCore]:

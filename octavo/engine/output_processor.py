@@ -83,7 +83,9 @@ class OutputProcessor:
         """Ids of the requests under way."""
         return list(self._live)
 
-    def process(self, outputs: Iterable[CoreOutput]) -> tuple[list[tuple[RequestOutput, str | None]], list[str]]:
+    def process(
+        self, outputs: Iterable[CoreOutput]
+    ) -> tuple[list[tuple[RequestOutput, str | None]], list[str]]:
         """Digest news from the core.
 
         Returns:
@@ -102,7 +104,9 @@ class OutputProcessor:
                 results.append((result, live.error))
         return results, stopped
 
-    def _digest(self, live: _Live, choice: _Choice, output: CoreOutput, stopped: list[str]) -> RequestOutput | None:
+    def _digest(
+        self, live: _Live, choice: _Choice, output: CoreOutput, stopped: list[str]
+    ) -> RequestOutput | None:
         if output.metrics is not None:
             live.metrics = output.metrics
             if choice.index == 0:

@@ -53,6 +53,9 @@ class Request:
 def extras_of(core: CoreRequest) -> ExtraKeys:
     """The prefix cache's extra keys of a request."""
     extras = ExtraKeys(
-        core.lora_digest, tuple(tuple(span) for span in core.mm_spans), core.cache_salt, core.prompt_embeds_hash
+        core.lora_digest,
+        tuple(core.mm_spans),
+        core.cache_salt,
+        core.prompt_embeds_hash,
     )
     return NO_EXTRAS if extras == NO_EXTRAS else extras

@@ -64,7 +64,9 @@ class Scheduler:
         self._capacity = np.zeros(slots, np.int32)  # tokens that the block table holds
         self._prompt_len = np.zeros(slots, np.int32)
         self._max_total = np.zeros(slots, np.int32)
-        self._last_turn = np.zeros(slots, np.int64)  # when the request was served last, of those that take turns
+        self._last_turn = np.zeros(
+            slots, np.int64
+        )  # when the request was served last, of those that take turns
         self._epoch = np.zeros(slots, np.int64)  # grows when a slot changes hands
         self._streams = np.zeros(slots, bool)
         self._wants_prompt_logprobs = np.zeros(slots, bool)
@@ -188,7 +190,9 @@ class Scheduler:
             given += count
         return given
 
-    def _make_room(self, run: np.ndarray, rows: np.ndarray, updates: list[list[tuple[int, int, int]]]) -> bool:
+    def _make_room(
+        self, run: np.ndarray, rows: np.ndarray, updates: list[list[tuple[int, int, int]]]
+    ) -> bool:
         """Give every scheduled row a block, preempting from the end of the order where none is free."""
         short_of = np.flatnonzero(self._num_computed[run] + rows > self._capacity[run])
         preempted = False
@@ -311,7 +315,13 @@ class Scheduler:
         return outputs
 
     def _append(
-        self, slots: np.ndarray, tokens: np.ndarray, rows: np.ndarray, column: int, result: StepResult, now: float
+        self,
+        slots: np.ndarray,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        column: int,
+        result: StepResult,
+        now: float,
     ) -> list[CoreOutput]:
         known = self._num_known[slots]
         self._tokens[slots, known] = tokens
@@ -331,7 +341,9 @@ class Scheduler:
             request, token = self._at(int(slots[i])), int(tokens[i])
             made = int(known[i]) + 1 - request.prompt_len
             if token in request.stop_ids and made >= request.core.params.min_tokens:
-                outputs.append(self._finish(request, "stop", None if token in request.core.eos_token_ids else token))
+                outputs.append(
+                    self._finish(request, "stop", None if token in request.core.eos_token_ids else token)
+                )
             elif known[i] + 1 >= self._max_total[slots[i]]:
                 outputs.append(self._finish(request, "length"))
             elif request.core.stream:
@@ -485,7 +497,9 @@ class Scheduler:
         """
         running = {int(slot) for slot in self._running}
         assert len(running) == len(self._running), "a slot runs twice"
-        assert running == {s for s, r in enumerate(self._by_slot) if r is not None}, "slots and requests differ"
+        assert running == {s for s, r in enumerate(self._by_slot) if r is not None}, (
+            "slots and requests differ"
+        )
         assert running.isdisjoint(self._free_slots), "a running slot is free"
         assert len(running) + len(self._free_slots) == self.limits.max_num_seqs, "a slot is lost"
         waiting = [r for _, r in self._waiting if not r.done]
@@ -499,7 +513,9 @@ class Scheduler:
             for table in request.seq.tables:
                 assert len(table) * self.kv.block_size == self._capacity[slot], "table and capacity differ"
             assert request.slot == slot and not request.done, "slot and request disagree"
-        assert [self._at(int(s)).order for s in self._running] == self._orders, "running requests are out of order"
+        assert [self._at(int(s)).order for s in self._running] == self._orders, (
+            "running requests are out of order"
+        )
         assert self._orders == sorted(self._orders), "running requests are not sorted"
         assert all(not table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
         assert self._stop_uses.min(initial=0) >= 0, "stop token counts went below zero"

@@ -29,7 +29,9 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     kind, _, index = name.partition(":")
     if not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}: PyTorch {torch.__version__} sees no CUDA device here; use device='cpu'")
+        raise ConfigError(
+            f"device={name!r}: PyTorch {torch.__version__} sees no CUDA device here; use device='cpu'"
+        )
     number = int(index) if index.isdigit() else 0
     if (index and not index.isdigit()) or number >= torch.cuda.device_count():
         raise ConfigError(f"device={name!r}: only cuda:0 to cuda:{torch.cuda.device_count() - 1} are visible")
@@ -47,7 +49,11 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
         return name
     if device.type == "cpu" and model.dtype != "float32":
         return "bfloat16" if detect_cpu().fast_bfloat16 else "float32"
-    if device.type == "cuda" and model.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        device.type == "cuda"
+        and model.dtype == "bfloat16"
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return "float16"
     return model.dtype
 

@@ -74,7 +74,11 @@ class InputBatch:
             columns = [np.arange(len(a.block_ids[group])) for a in plan.admissions]
             blocks = [np.asarray(a.block_ids[group], np.int64) for a in plan.admissions]
             if len(update.slots):
-                rows, columns, blocks = [*rows, update.slots], [*columns, update.columns], [*blocks, update.blocks]
+                rows, columns, blocks = (
+                    [*rows, update.slots],
+                    [*columns, update.columns],
+                    [*blocks, update.blocks],
+                )
             if rows:
                 places = np.concatenate(rows).astype(np.int64) * table.shape[1] + np.concatenate(columns)
                 d_places, d_blocks = self._send(places, np.concatenate(blocks))
@@ -88,7 +92,11 @@ class InputBatch:
         counts = plan.num_rows.astype(np.int64)
         ends_of_rows = np.cumsum(counts)
         slots, counts_d, starts, sampling, last = self._send(
-            plan.slots, counts, np.concatenate(([0], ends_of_rows)), sample_requests, ends_of_rows[sample_requests] - 1
+            plan.slots,
+            counts,
+            np.concatenate(([0], ends_of_rows)),
+            sample_requests,
+            ends_of_rows[sample_requests] - 1,
         )
         computed = self.num_computed[slots]
         ends = computed + counts_d

@@ -53,10 +53,27 @@ def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int)
     if left <= 0:
         raise ConfigError(
             f"no memory for the KV cache on {device}: {asked} bytes asked (gpu_memory_utilization="
-            f"{config.gpu_memory_utilization:g} of {total}), {free} free, weights hold {ours} and a step needs "
-            f"{activation_bytes}; raise gpu_memory_utilization, lower max_num_batched_tokens, or free the GPU"
+            f"{config.gpu_memory_utilization:g} of {total}), {free} free, weights hold {ours} and a step "
+            f"needs {activation_bytes}; raise gpu_memory_utilization, lower max_num_batched_tokens, or free "
+            "the GPU"
         )
-    return KVBudget(left, f"{config.gpu_memory_utilization:g} of {total / GIB:.1f} GiB (gpu_memory_utilization)")
+    return KVBudget(
+        left, f"{config.gpu_memory_utilization:g} of {total / GIB:.1f} GiB (gpu_memory_utilization)"
+    )
+
+
+def check_weights_fit(num_bytes: int, device: torch.device) -> None:
+    """Refuse weights that are larger than the memory that is free, before anything is loaded.
+
+    Raises:
+        ConfigError: naming both sizes.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else detect_memory().available
+    if num_bytes > free:
+        raise ConfigError(
+            f"the weights need {num_bytes} bytes and {free} are free on {device}: free memory, or choose a "
+            "smaller dtype or model"
+        )
 
 
 def num_blocks(budget: KVBudget, groups: list[KVGroup], most: int) -> int:
@@ -69,7 +86,7 @@ def num_blocks(budget: KVBudget, groups: list[KVGroup], most: int) -> int:
     blocks = min(budget.num_bytes // block_bytes, most)
     if blocks < 1:
         raise ConfigError(
-            f"the KV cache gets {budget.num_bytes} bytes ({budget.reason}) but one block needs {block_bytes}: "
-            "raise kv_cache_memory_bytes or the memory utilization"
+            f"the KV cache gets {budget.num_bytes} bytes ({budget.reason}) but one block needs {block_bytes}"
+            ": raise kv_cache_memory_bytes or the memory utilization"
         )
     return blocks

@@ -96,7 +96,9 @@ class ModelRunner:
         if not len(flat):
             return _PromptPart(owners, None)
         index = torch.from_numpy(flat).to(self.device)
-        requests = torch.from_numpy(np.repeat([i for i, _ in owners], [told for _, told in owners])).to(self.device)
+        requests = torch.from_numpy(np.repeat([i for i, _ in owners], [told for _, told in owners])).to(
+            self.device
+        )
         targets = self.batch.token_table[inputs.slots[requests], inputs.positions[index] + 1]
         packed = prompt_logprobs(
             lambda lo, hi: self.model.compute_logits(hidden[index[lo:hi]]),

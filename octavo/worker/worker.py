@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from dataclasses import replace
 
@@ -15,14 +16,14 @@ from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv.format import KVGroup
 from octavo.kv.keys import root_key
 from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
-from octavo.models.config import ModelConfig
+from octavo.models.config import ModelConfig, weight_shapes
 from octavo.models.fingerprint import fingerprint
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_weights
 from octavo.models.locate import find_model
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
-from octavo.worker.memory import kv_budget, num_blocks
+from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,11 @@ class Worker:
         self.model_config = load_model_config(source)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         wanted = self._wanted_length(self.model_config)
-        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if self.device.type == "cuda" else 2048)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (
+            8192 if self.device.type == "cuda" else 2048
+        )
+        elements = sum(math.prod(shape) for shape in weight_shapes(self.model_config).values())
+        check_weights_fit(elements * DTYPES[self.dtype].itemsize, self.device)
         try:
             self.model = build_model(
                 self.model_config,
@@ -57,7 +62,12 @@ class Worker:
                 block_size=config.block_size,
             )
             weights = iterate_weights(
-                source, self.model_config, config.load_format, DTYPES[self.dtype], self.device, seed=config.seed
+                source,
+                self.model_config,
+                config.load_format,
+                DTYPES[self.dtype],
+                self.device,
+                seed=config.seed,
             )
             load_weights(self.model, weights)
         except torch.OutOfMemoryError as error:
@@ -124,7 +134,9 @@ class Worker:
             return most
         assert isinstance(asked, int)
         if asked > most:
-            raise ConfigError(f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it")
+            raise ConfigError(
+                f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it"
+            )
         return asked
 
     def _size_cache(self, wanted: int) -> None:
@@ -142,8 +154,8 @@ class Worker:
                     raise ConfigError(f"the KV cache holds {length} tokens: give it more memory")
             else:
                 logger.warning(
-                    "the KV cache holds %d tokens, fewer than max_model_len=%d: longer requests will be refused "
-                    "(give it more memory, or set max_model_len)",
+                    "the KV cache holds %d tokens, fewer than max_model_len=%d: longer requests will be "
+                    "refused (give it more memory, or set max_model_len)",
                     blocks * block_size,
                     wanted,
                 )
@@ -245,4 +257,3 @@ class Worker:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
         return f"cpu ({threads} threads)"
-

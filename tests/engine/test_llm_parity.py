@@ -36,7 +36,9 @@ def test_variants_equal_transformers(variant):
     for prompt, output in zip(tiny.PROMPTS, outputs, strict=True):
         reference = tiny.logits(variant, prompt).log_softmax(-1)
         assert output.prompt_logprobs[0] is None
-        got = torch.tensor([e[t].logprob for e, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+        got = torch.tensor(
+            [e[t].logprob for e, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        )
         want = reference[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
@@ -76,7 +78,12 @@ def test_attention_backends_agree(backend):
 def test_gguf_file_equals_its_folder(tmp_path):
     file = tiny.gguf_file("llama", tmp_path / "tiny.gguf")
     with LLM(
-        str(file), dtype="float32", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20, max_model_len=tiny.CONTEXT
+        str(file),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory_bytes=8 << 20,
+        max_model_len=tiny.CONTEXT,
     ) as llm:
         assert generate(llm) == expected("llama")
 
@@ -87,12 +94,18 @@ def test_seeded_sampling_does_not_depend_on_the_batch():
     seeded = SamplingParams(temperature=0.8, seed=1234, **base)
     with make("llama") as llm:
         alone = llm.generate([tiny.PROMPTS[1]], seeded, use_tqdm=False)[0].outputs[0].token_ids
-        others = [SamplingParams(temperature=1.0, **base), SamplingParams(temperature=0.8, seed=7, **base), seeded]
+        others = [
+            SamplingParams(temperature=1.0, **base),
+            SamplingParams(temperature=0.8, seed=7, **base),
+            seeded,
+        ]
         mixed = llm.generate([tiny.PROMPTS[0], tiny.PROMPTS[1], tiny.PROMPTS[1]], others, use_tqdm=False)
         assert mixed[2].outputs[0].token_ids == alone
         assert mixed[1].outputs[0].token_ids != alone
         unseeded = SamplingParams(temperature=0.8, **base)
-        twice = [llm.generate([tiny.PROMPTS[1]], unseeded, use_tqdm=False)[0].outputs[0].token_ids for _ in "12"]
+        twice = [
+            llm.generate([tiny.PROMPTS[1]], unseeded, use_tqdm=False)[0].outputs[0].token_ids for _ in "12"
+        ]
         assert twice[0] != twice[1]
         three = llm.generate([tiny.PROMPTS[1]], seeded.clone(n=3), use_tqdm=False)[0]
         texts = [tuple(choice.token_ids) for choice in three.outputs]

@@ -227,7 +227,11 @@ def test_stop_tokens_and_min_tokens():
     core = make_core(async_scheduling=True)
     core.add(request("stop", prompt, params=SamplingParams(max_tokens=12, stop_token_ids=[stop])))
     core.add(request("eos", prompt, 12, eos_token_ids=[stop]))
-    core.add(request("least", prompt, 12, params=SamplingParams(max_tokens=12, min_tokens=12, stop_token_ids=[stop])))
+    core.add(
+        request(
+            "least", prompt, 12, params=SamplingParams(max_tokens=12, min_tokens=12, stop_token_ids=[stop])
+        )
+    )
     outputs = run(core)
     assert tokens_of(outputs["stop"]) == tokens[: first + 1] == tokens_of(outputs["eos"])
     assert (outputs["stop"][-1].finish_reason, outputs["stop"][-1].stop_reason) == ("stop", stop)
