@@ -34,9 +34,12 @@ def group_layers(windows: list[int | None], fmt: KVFormat) -> list[KVGroup]:
     Layers of both kinds in one model share one group that keeps the whole context: sliding layers
     still see their window only, but free no block early.
     """
-    kinds = set(windows)
-    window = windows[0] if len(kinds) == 1 else None
-    name = "full" if window is None else f"sliding_{window}"
+    window = windows[0] if len(set(windows)) == 1 else None
+    if window is not None:
+        name = f"sliding_{window}"
+    else:
+        # The name enters the block keys, and values depend on which layers slide.
+        name = "_".join(["full", *(f"{layer}.sliding.{w}" for layer, w in enumerate(windows) if w)])
     return [KVGroup(name, tuple(range(len(windows))), fmt, window)]
 
 

@@ -119,6 +119,7 @@ def test_kv_groups_of_config_and_model_agree():
             extra={**qwen, "layer_types": ["sliding_attention", "full_attention"]},
         ),
     }
+    names: set[str] = set()
     for windows, config in cases.items():
         assert tuple(layer_windows(config)) == windows
         (group,) = kv_groups(config, "bfloat16", 8)
@@ -127,4 +128,6 @@ def test_kv_groups_of_config_and_model_agree():
         assert group.sliding_window == (windows[0] if windows[0] == windows[1] else None)
         assert [layer.sliding_window for layer in model.attention_layers()] == list(windows)
         assert group.layers == (0, 1)
+        names.add(group.name)
         assert group.block_bytes() == 2 * (2 * 2 * 8 * 4 * 2)
+    assert names == {"full", "sliding_12", "full_1.sliding.12", "full_0.sliding.12"}
