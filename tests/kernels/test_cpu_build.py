@@ -1,10 +1,10 @@
 """Building and loading the CPU kernels: the cache, its races, and what happens without a compiler."""
 
 import logging
-import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,24 +35,29 @@ def unloaded(monkeypatch):
     monkeypatch.setattr(ops, "_reason", None)
 
 
-def _build_in_child(folder: str, start, results) -> None:
-    build.SOURCE_DIR = Path(folder)
-    start.wait()
-    results.put(str(build.build()))
-
-
 @needs_kernels
-def test_two_processes_build_at_once(small_sources, tmp_path):
-    context = multiprocessing.get_context("fork")
-    start, results = context.Barrier(2), context.Queue()
+def test_two_processes_build_at_once(small_sources):
+    program = (
+        "import sys; from pathlib import Path; from octavo.kernels.cpu import build;"
+        "build.SOURCE_DIR = Path(sys.argv[1]); sys.stdin.readline(); print(build.build())"
+    )
+    root = str(SOURCES.parents[2])
     children = [
-        context.Process(target=_build_in_child, args=(str(small_sources), start, results)) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(small_sources)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": root},
+        )
+        for _ in range(2)
     ]
     for child in children:
-        child.start()
-    paths = {results.get(timeout=60) for _ in children}
-    for child in children:
-        child.join()
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    paths = {child.communicate(timeout=60)[0].strip() for child in children}
+    assert [child.returncode for child in children] == [0, 0]
     assert len(paths) == 1
     (path,) = (Path(x) for x in paths)
     assert [x.name for x in path.parent.iterdir()] == ["octavo_cpu.so"], "no temporary file may stay"
