@@ -10,6 +10,7 @@ import torch
 
 from octavo.kernels.triton import attention as kernels
 from octavo.kernels.triton import rotary_kv
+from octavo.kernels.triton.launch import power_of_2
 from octavo.layers.attention import AttentionBackend, AttentionMetadata
 
 if TYPE_CHECKING:
@@ -91,11 +92,11 @@ class TritonAttention(AttentionBackend):
         self.group = num_heads // fmt.num_kv_heads
 
     def _fits_decode(self, max_query_len: int) -> bool:
-        return _power_of_2(max_query_len) * self.group <= kernels.MAX_DECODE_TILE
+        return power_of_2(max_query_len) * self.group <= kernels.MAX_DECODE_TILE
 
     def _decode(self, meta: AttentionMetadata, first: int, last: int, max_query_len: int) -> _Decode:
         device = meta.seq_lens.device
-        max_rows = _power_of_2(max_query_len)
+        max_rows = power_of_2(max_query_len)
         context = meta.max_seq_len
         if self.sliding_window is not None:
             context = min(context, self.sliding_window + max_rows + self.fmt.block_size)
@@ -169,7 +170,3 @@ class TritonAttention(AttentionBackend):
     def prepare_replay(self, meta: AttentionMetadata) -> None:
         # Everything that changes is read from the metadata's tensors.
         pass
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+
 
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
@@ -17,6 +19,9 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, out_stride, SIZE: tl.constexp
     # SiLU is rounded before the product, as unfused layers do.
     act = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
     tl.store(out_ptr + row * out_stride + cols, (act * up.to(tl.float32)).to(up.dtype), mask=mask)
+
+
+_silu_and_mul = Launcher(_silu_and_mul_kernel)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -34,15 +39,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
     out = torch.empty((rows.shape[0], size), dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        block = min(1024, triton.next_power_of_2(size))
-        grid = (rows.shape[0], triton.cdiv(size, block))
-        _silu_and_mul_kernel[grid](
-            rows,
-            out,
-            rows.stride(0),
-            out.stride(0),
-            SIZE=size,
-            BLOCK=block,
-            num_warps=4 if block > 256 else 1,
+        block = min(1024, power_of_2(size))
+        _silu_and_mul(
+            (rows.shape[0], ceil_div(size, block), 1),
+            (rows, out),
+            (rows.stride(0), size),
+            (),
+            (size, block),
+            4 if block > 256 else 1,
         )
     return out.view(*x.shape[:-1], size)

@@ -13,11 +13,15 @@ bounds it was recorded with.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
 
 LOG2E = 1.4426950408889634
 # A tile of the decode kernel holds (rows of a request) x (query heads of a KV head).
@@ -120,7 +124,7 @@ def _combine_splits(
 @triton.jit(do_not_specialize=["first_request", "splits", "table_row"])
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
-    first_request, splits, q_row, q_head, out_row, table_row, cache_block, scale_log2,
+    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -202,7 +206,7 @@ def _paged_decode_kernel(
 @triton.jit(do_not_specialize=["first_request", "num_requests", "table_row"])
 def _paged_prefill_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr,
-    first_request, num_requests, q_row, q_head, out_row, table_row, cache_block, scale_log2,
+    q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -323,6 +327,31 @@ def decode_workspace_sizes(
     return partials * (head_dim + 2), requests * kv_heads
 
 
+_paged_decode = Launcher(_paged_decode_kernel)
+_paged_prefill = Launcher(_paged_prefill_kernel)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@functools.cache
+def _decode_constants(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int,
+    max_rows: int, split: bool, cfg: TileConfig, min_chunk: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Constants of `_paged_decode_kernel`, in its order."""
+    block_d = power_of_2(head_dim)
+    block_t = power_of_2(max_rows * (heads // kv_heads))
+    # About 64 registers of partial results a thread.
+    block_s = max(1, min(MAX_SPLITS, 8192 // (block_t * block_d)))
+    min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
+    return (
+        window, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
+        max(16, block_t), cfg.block_n, block_d, block_t, block_s, cfg.stages, _precision(dtype),
+    )  # fmt: skip
+
+
 def paged_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -358,19 +387,17 @@ def paged_decode(
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
     cfg = config or decode_config(head_dim, q.dtype)
-    block_d = triton.next_power_of_2(head_dim)
-    tile = max_rows * (heads // kv_heads)
-    block_t = triton.next_power_of_2(tile)
-    _paged_decode_kernel[(kv_heads, num_requests - first_request, splits)](
-        q, cache, out, query_start, seq_lens, block_table, partials, counters, first_request, splits,
-        q.stride(0), q.stride(1), out.stride(0), block_table.stride(0), cache.stride(0), scale * LOG2E,
-        WINDOW=window or 0, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        MAX_ROWS=max_rows, SPLIT=splits > 1, MAX_SPLITS=MAX_SPLITS,
-        MIN_CHUNK=triton.cdiv(MIN_CHUNK, cfg.block_n) * cfg.block_n,
-        BLOCK_M=max(16, block_t), BLOCK_N=cfg.block_n, BLOCK_D=block_d,
-        BLOCK_T=block_t, BLOCK_S=max(1, min(MAX_SPLITS, 8192 // (block_t * block_d))),
-        STAGES=cfg.stages, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=cfg.warps,
-    )  # fmt: skip
+    constants = _decode_constants(
+        heads, kv_heads, head_dim, block_size, q.dtype, window or 0, max_rows, splits > 1, cfg, MIN_CHUNK
+    )
+    _paged_decode(
+        (kv_heads, num_requests - first_request, splits),
+        (q, cache, out, query_start, seq_lens, block_table, partials, counters),
+        (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
+        (first_request, splits, block_table.stride(0), scale * LOG2E),
+        constants,
+        cfg.warps,
+    )
 
 
 def paged_prefill(
@@ -396,12 +423,16 @@ def paged_prefill(
     kv_heads, block_size = cache.shape[2], cache.shape[3]
     cfg = config or prefill_config(head_dim, q.dtype)
     group = heads // kv_heads
-    block_m = max(cfg.block_m, triton.next_power_of_2(group))
+    block_m = max(cfg.block_m, power_of_2(group))
     tiles = max_rows // (block_m // group) + (num_requests - first_request)
-    _paged_prefill_kernel[(kv_heads, tiles)](
-        q, cache, out, query_start, seq_lens, block_table, first_request, num_requests,
-        q.stride(0), q.stride(1), out.stride(0), block_table.stride(0), cache.stride(0), scale * LOG2E,
-        WINDOW=window or 0, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_M=block_m, BLOCK_N=cfg.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
-        STAGES=cfg.stages, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=cfg.warps,
+    _paged_prefill(
+        (kv_heads, tiles, 1),
+        (q, cache, out, query_start, seq_lens, block_table),
+        (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
+        (first_request, num_requests, block_table.stride(0), scale * LOG2E),
+        (
+            window or 0, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n, power_of_2(head_dim),
+            cfg.stages, _precision(q.dtype),
+        ),
+        cfg.warps,
     )  # fmt: skip

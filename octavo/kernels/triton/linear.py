@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+
 MAX_ROWS = 4
 
 
@@ -41,9 +43,12 @@ def _few_rows_linear_kernel(
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_few_rows_linear = Launcher(_few_rows_linear_kernel)
+
+
 def few_rows_config(rows: int, size_in: int, size_out: int) -> tuple[int, int, int]:
     """Outputs a program, inputs a step, warps."""
-    block_in = min(2048 if rows == 1 else 1024, triton.next_power_of_2(size_in))
+    block_in = min(2048 if rows == 1 else 1024, power_of_2(size_in))
     block_out = 4 if size_out >= 16384 and rows <= 2 else 2
     return block_out, block_in, 4
 
@@ -69,9 +74,12 @@ def few_rows_linear(
     size_out = weight.shape[0]
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
     block_out, block_in, warps = config or few_rows_config(rows, size_in, size_out)
-    _few_rows_linear_kernel[(triton.cdiv(size_out, block_out),)](
-        x, weight, weight if bias is None else bias, out, x.stride(0), weight.stride(0), out.stride(0),
-        ROWS=rows, ROWS_P2=triton.next_power_of_2(rows), IN=size_in, OUT=size_out,
-        BLOCK_OUT=block_out, BLOCK_IN=block_in, HAS_BIAS=bias is not None, num_warps=warps,
-    )  # fmt: skip
+    _few_rows_linear(
+        (ceil_div(size_out, block_out), 1, 1),
+        (x, weight, weight if bias is None else bias, out),
+        (x.stride(0), weight.stride(0), size_out),
+        (),
+        (rows, power_of_2(rows), size_in, size_out, block_out, block_in, bias is not None),
+        warps,
+    )
     return out

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Launcher, power_of_2
+
 
 @triton.jit
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps,
@@ -27,6 +29,9 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residua
     tl.store(out_ptr + row * out_stride + cols, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_rms_norm = Launcher(_rms_norm_kernel)
+
+
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     size = x.shape[-1]
     rows = x.reshape(-1, size)
@@ -38,12 +43,15 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     else:
         flat = rows
     if rows.shape[0]:
-        block = triton.next_power_of_2(size)
-        _rms_norm_kernel[(rows.shape[0],)](
-            rows, flat, weight, out, rows.stride(0), flat.stride(0), out.stride(0), eps,
-            SIZE=size, BLOCK=block, HAS_RESIDUAL=residual is not None,
-            num_warps=max(1, min(16, block // 512)),
-        )  # fmt: skip
+        block = power_of_2(size)
+        _rms_norm(
+            (rows.shape[0], 1, 1),
+            (rows, flat, weight, out),
+            (rows.stride(0), flat.stride(0), size),
+            (eps,),
+            (size, block, residual is not None),
+            max(1, min(16, block // 512)),
+        )
     return out.view(x.shape)
 
 

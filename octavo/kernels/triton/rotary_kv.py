@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+
 
 @triton.jit
 def _write_kv_kernel(
@@ -73,8 +75,8 @@ def _rotate_heads(
 
 @triton.jit
 def _rotary_write_kernel(
-    q_ptr, k_ptr, v_ptr, cos_sin_ptr, position_ptr, slot_ptr, cache_ptr, q_weight_ptr, k_weight_ptr, eps,
-    q_row, q_head, k_row, k_head, v_row, v_head, cache_block,
+    q_ptr, k_ptr, v_ptr, cos_sin_ptr, position_ptr, slot_ptr, cache_ptr, q_weight_ptr, k_weight_ptr,
+    q_row, q_head, k_row, k_head, v_row, v_head, cache_block, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr,
@@ -116,9 +118,13 @@ def _rotary_write_kernel(
             tl.store(head_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM + dims, v.to(dtype), mask=mask)
 
 
+_write_kv = Launcher(_write_kv_kernel)
+_rotary_write = Launcher(_rotary_write_kernel)
+
+
 def _heads_block(heads: int, block_d: int) -> int:
     """Heads of one program: about 1024 elements, so that a decode row still spreads over programs."""
-    return max(1, min(triton.next_power_of_2(heads), 1024 // block_d))
+    return max(1, min(power_of_2(heads), 1024 // block_d))
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -132,13 +138,16 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping
     rows, heads, head_dim = k.shape
     if rows == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = power_of_2(head_dim)
     block_h = _heads_block(heads, block_d)
-    _write_kv_kernel[(rows, triton.cdiv(heads, block_h))](
-        k, v, cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
-        HEADS=heads, HEAD_DIM=head_dim, BLOCK_SIZE=cache.shape[3], BLOCK_H=block_h, BLOCK_D=block_d,
-        num_warps=4,
-    )  # fmt: skip
+    _write_kv(
+        (rows, ceil_div(heads, block_h), 1),
+        (k, v, cache, slot_mapping),
+        (k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0)),
+        (),
+        (heads, head_dim, cache.shape[3], block_h, block_d),
+        4,
+    )
 
 
 def rotary_and_write_kv(
@@ -172,22 +181,26 @@ def rotary_and_write_kv(
     kv_heads, rot_dim = k.shape[1], cos_sin.shape[1]
     if rows == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = power_of_2(head_dim)
     block_h = _heads_block(max(heads, kv_heads), block_d)
-    grid = (rows, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h))
-    _rotary_write_kernel[grid](
-        q, k, v, cos_sin, positions,
-        positions if slot_mapping is None else slot_mapping,
-        k if cache is None else cache,
-        q if q_weight is None else q_weight,
-        k if k_weight is None else k_weight,
-        eps,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        0 if cache is None else cache.stride(0),
-        Q_HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROT_DIM=rot_dim,
-        BLOCK_SIZE=1 if cache is None else cache.shape[3],
-        BLOCK_H=block_h, BLOCK_HALF=triton.next_power_of_2(rot_dim // 2),
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rot_dim)), BLOCK_D=block_d,
-        HAS_NORM=q_weight is not None, HAS_CACHE=cache is not None,
-        num_warps=4,
+    # Where there is no cache or norm, any tensor stands in for it: the kernel's constants say so.
+    has_cache, has_norm = cache is not None, q_weight is not None
+    into = k if cache is None else cache
+    slots = positions if slot_mapping is None else slot_mapping
+    _rotary_write(
+        (rows, ceil_div(heads, block_h) + ceil_div(kv_heads, block_h), 1),
+        (
+            q, k, v, cos_sin, positions, slots, into,
+            q if q_weight is None else q_weight, k if k_weight is None else k_weight,
+        ),
+        (
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            into.stride(0),
+        ),
+        (eps,),
+        (
+            heads, kv_heads, head_dim, rot_dim, into.shape[3] if has_cache else 1, block_h,
+            power_of_2(rot_dim // 2), power_of_2(head_dim - rot_dim), block_d, has_norm, has_cache,
+        ),
+        4,
     )  # fmt: skip

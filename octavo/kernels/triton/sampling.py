@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Launcher, ceil_div
+
 
 @triton.jit
 def _log(x):
@@ -99,6 +101,9 @@ def _reduce_kernel(value_ptr, index_ptr, out_ptr, parts, BLOCK: tl.constexpr):
     tl.store(out_ptr + row, index.to(tl.int64))
 
 
+_choose_parts = Launcher(_choose_kernel)
+_choose_among = Launcher(_reduce_kernel)
+
 _BLOCK = 1024
 _MAX_PARTS = 512
 
@@ -114,21 +119,29 @@ def _choose(
     if rows == 0:
         return out
     # About 1024 programs fill any current chip; beyond that, more parts only cost the second pass.
-    blocks = triton.cdiv(vocab, _BLOCK)
-    steps = triton.cdiv(blocks, max(1, min(blocks, 1024 // rows, _MAX_PARTS)))
-    parts = triton.cdiv(blocks, steps)
+    blocks = ceil_div(vocab, _BLOCK)
+    steps = ceil_div(blocks, max(1, min(blocks, 1024 // rows, _MAX_PARTS)))
+    parts = ceil_div(blocks, steps)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     indices = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
     unused = logits
-    _choose_kernel[(rows, parts)](
-        logits,
-        unused if temperature is None else temperature,
-        unused if k0 is None else k0,
-        unused if k1 is None else k1,
-        values, indices, logits.stride(0), vocab, steps,
-        BLOCK=_BLOCK, NOISE=temperature is not None, num_warps=4,
-    )  # fmt: skip
-    _reduce_kernel[(rows,)](values, indices, out, parts, BLOCK=_MAX_PARTS, num_warps=4)
+    noise = temperature is not None
+    _choose_parts(
+        (rows, parts, 1),
+        (
+            logits,
+            unused if temperature is None else temperature,
+            unused if k0 is None else k0,
+            unused if k1 is None else k1,
+            values,
+            indices,
+        ),
+        (logits.stride(0), vocab),
+        (steps,),
+        (_BLOCK, noise),
+        4,
+    )
+    _choose_among((rows, 1, 1), (values, indices, out), (), (parts,), (_MAX_PARTS,), 4)
     return out
 
 
