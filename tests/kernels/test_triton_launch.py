@@ -10,7 +10,7 @@ from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
 
 
 class Kernel:
-    """Stands for a Triton function: `kernel[grid](...)` compiles, launches and returns the compiled kernel."""
+    """Stands for a Triton function: `kernel[grid](...)` compiles, launches, returns what it compiled."""
 
     def __init__(self) -> None:
         self.compiled = 0
