@@ -13,6 +13,10 @@ from octavo.errors import ConfigError
 VOCAB_LOW, VOCAB_HIGH = 1000, 30000  # ids that every vocabulary of practical size has, specials excluded
 
 Bounds = tuple[int, int]
+VOCAB: Bounds = (VOCAB_LOW, VOCAB_HIGH)
+
+KINDS = ("random", "shared-prefix", "repetitive", "multi-turn", "custom")
+"""Workloads by name; custom is a file."""
 
 
 @dataclass
@@ -34,41 +38,58 @@ class WorkItem:
         return self.text if self.text is not None else self.prompt_token_ids
 
 
-def _ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randint(VOCAB_LOW, VOCAB_HIGH) for _ in range(count)]
+def vocab_bounds(vocab_size: int) -> Bounds:
+    """Bounds of random ids for a vocabulary: the usual ones, or its upper three quarters if it is smaller."""
+    if vocab_size > VOCAB_HIGH:
+        return VOCAB
+    return vocab_size // 4, vocab_size - 1
 
 
-def random_requests(count: int, prompt: Bounds, output: Bounds, seed: int = 0) -> list[WorkItem]:
+def _ids(rng: random.Random, count: int, vocab: Bounds) -> list[int]:
+    return [rng.randint(*vocab) for _ in range(count)]
+
+
+def random_requests(
+    count: int, prompt: Bounds, output: Bounds, seed: int = 0, vocab: Bounds = VOCAB
+) -> list[WorkItem]:
     """Independent prompts of random ids; lengths uniform within the bounds (both included)."""
     rng = random.Random(seed)
     items = []
     for _ in range(count):
-        ids = _ids(rng, rng.randint(*prompt))
+        ids = _ids(rng, rng.randint(*prompt), vocab)
         items.append(WorkItem(rng.randint(*output), ids))
     return items
 
 
 def shared_prefix_requests(
-    count: int, prefix: int, unique: int, output: int, seed: int = 1
+    count: int, prefix: int, unique: int, output: int, seed: int = 1, vocab: Bounds = VOCAB
 ) -> list[WorkItem]:
     """Prompts that share their first `prefix` tokens and have `unique` of their own."""
     rng = random.Random(seed)
-    head = _ids(rng, prefix)
-    return [WorkItem(output, head + _ids(rng, unique)) for _ in range(count)]
+    head = _ids(rng, prefix, vocab)
+    return [WorkItem(output, head + _ids(rng, unique, vocab)) for _ in range(count)]
 
 
-def repetitive_requests(count: int, period: int, prompt: int, output: int, seed: int = 2) -> list[WorkItem]:
+def repetitive_requests(
+    count: int, period: int, prompt: int, output: int, seed: int = 2, vocab: Bounds = VOCAB
+) -> list[WorkItem]:
     """Prompts that repeat a short unit, where drafts by look-up do well."""
     rng = random.Random(seed)
     items = []
     for _ in range(count):
-        unit = _ids(rng, period)
+        unit = _ids(rng, period, vocab)
         items.append(WorkItem(output, (unit * (prompt // period + 1))[:prompt]))
     return items
 
 
 def multi_turn_requests(
-    conversations: int, turns: int, first: int, turn: int, output: int, seed: int = 3
+    conversations: int,
+    turns: int,
+    first: int,
+    turn: int,
+    output: int,
+    seed: int = 3,
+    vocab: Bounds = VOCAB,
 ) -> list[WorkItem]:
     """Conversations whose next turn repeats all before it (answers stood in for by random ids).
 
@@ -77,11 +98,11 @@ def multi_turn_requests(
     rng = random.Random(seed)
     items: list[WorkItem] = []
     for _ in range(conversations):
-        history, before = _ids(rng, first), None
+        history, before = _ids(rng, first, vocab), None
         for _ in range(turns):
             items.append(WorkItem(output, list(history), after=before))
             before = len(items) - 1
-            history += _ids(rng, output) + _ids(rng, turn)
+            history += _ids(rng, output, vocab) + _ids(rng, turn, vocab)
     return items
 
 
@@ -113,6 +134,84 @@ def file_requests(path: str | Path, count: int | None, output: int) -> list[Work
     if not items:
         raise ConfigError(f"workload file {str(path)!r} holds no requests")
     return items
+
+
+def rounds(items: list[WorkItem]) -> list[list[int]]:
+    """Indices of requests that may run together: each round needs only answers of the rounds before it."""
+    depth: list[int] = []
+    for item in items:
+        depth.append(0 if item.after is None else depth[item.after] + 1)
+    return [[i for i, d in enumerate(depth) if d == level] for level in range(max(depth, default=-1) + 1)]
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """A workload by its figures; the same figures make the same requests.
+
+    Attributes:
+        kind: one of `KINDS`.
+        num_prompts: requests in all; None: 64, or all of a file.
+        input_len: tokens of a prompt; of its own part under shared-prefix, of the first turn under
+            multi-turn.
+        output_len: tokens to make; of a file, where a line doesn't say.
+        range_ratio: random lengths are uniform within (1 ± ratio) times these.
+        prefix_len: tokens that all prompts share (shared-prefix).
+        period: tokens of the unit that is repeated (repetitive).
+        turns, turn_len: requests of a conversation, and new tokens of each after the first (multi-turn).
+        path: the file (custom).
+        seed: of lengths and ids.
+
+    Raises:
+        ConfigError: a figure that makes no workload.
+    """
+
+    kind: str = "random"
+    num_prompts: int | None = None
+    input_len: int = 256
+    output_len: int = 64
+    range_ratio: float = 0.0
+    prefix_len: int = 512
+    period: int = 16
+    turns: int = 4
+    turn_len: int = 32
+    path: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"dataset_name={self.kind!r} is not known: choose {', '.join(KINDS)}")
+        if (self.kind == "custom") != (self.path is not None):
+            raise ConfigError("dataset_name=custom and dataset_path=FILE go together: give both or neither")
+        for name in ("input_len", "output_len", "prefix_len", "period", "turns", "turn_len", "num_prompts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} is not valid: give at least 1")
+        if not 0.0 <= self.range_ratio < 1.0:
+            raise ConfigError(f"range_ratio={self.range_ratio} is not valid: give at least 0 and less than 1")
+
+    def _spread(self, length: int) -> Bounds:
+        return max(1, round(length * (1 - self.range_ratio))), round(length * (1 + self.range_ratio))
+
+    def items(self, vocab: Bounds = VOCAB) -> list[WorkItem]:
+        """The requests; random ids lie within `vocab`, both bounds included."""
+        count = self.num_prompts or 64
+        common: dict[str, Any] = {"seed": self.seed, "vocab": vocab}
+        if self.kind == "random":
+            return random_requests(
+                count, self._spread(self.input_len), self._spread(self.output_len), **common
+            )
+        if self.kind == "shared-prefix":
+            return shared_prefix_requests(count, self.prefix_len, self.input_len, self.output_len, **common)
+        if self.kind == "repetitive":
+            return repetitive_requests(count, self.period, self.input_len, self.output_len, **common)
+        if self.kind == "multi-turn":
+            conversations = -(-count // self.turns)
+            items = multi_turn_requests(
+                conversations, self.turns, self.input_len, self.turn_len, self.output_len, **common
+            )
+            return items[:count]
+        assert self.path is not None
+        return file_requests(self.path, self.num_prompts, self.output_len)
 
 
 def _from_object(data: dict[str, Any], limit: int) -> WorkItem:
