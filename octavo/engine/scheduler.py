@@ -24,6 +24,8 @@ from octavo.engine.request import Request, extras_of
 from octavo.kv.manager import KVManager
 from octavo.messages import Admission, BlockUpdate, CoreOutput, CoreRequest, CoreStats, StepPlan, StepResult
 
+_NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -137,8 +139,11 @@ class Scheduler:
         budget (`_share`), then waiting requests are admitted, then prompts get what nobody took.
         """
         run = self._running
-        need = self._num_tokens[run] - self._num_computed[run]
-        need[self._num_tokens[run] >= self._max_total[run]] = 0  # the last token is being sampled
+        tokens = self._num_tokens[run]
+        need = tokens - self._num_computed[run]
+        need[tokens >= self._max_total[run]] = 0  # the last token is being sampled
+        if not self._num_waiting and 0 < len(run) <= self.limits.max_num_batched_tokens and (need == 1).all():
+            return self._decode(run)
         budget = self.limits.max_num_batched_tokens
         short = np.flatnonzero(need == 1)
         long = np.flatnonzero(need > 1)
@@ -163,6 +168,15 @@ class Scheduler:
         budget -= sum(count for _, count in admitted)
         self._give(rows, need, long, budget)
         return self._plan(run, rows, admitted, updates)
+
+    def _decode(self, run: np.ndarray) -> ScheduledStep | None:
+        """The common step, of which little changes: every request needs one row, nobody waits."""
+        rows = np.ones(len(run), np.int32)
+        updates: list[list[tuple[int, int, int]]] = [[] for _ in self.kv.groups]
+        if self._make_room(run, rows, updates):
+            run = run[np.isin(run, self._running)]
+            rows = rows[: len(run)]
+        return self._plan(run, rows, [], updates)
 
     def _share(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
         """Divide the budget among prompts under way and those behind them; returns what was given.
@@ -194,9 +208,11 @@ class Scheduler:
         self, run: np.ndarray, rows: np.ndarray, updates: list[list[tuple[int, int, int]]]
     ) -> bool:
         """Give every scheduled row a block, preempting from the end of the order where none is free."""
-        short_of = np.flatnonzero(self._num_computed[run] + rows > self._capacity[run])
+        short_of = self._num_computed[run] + rows > self._capacity[run]
         preempted = False
-        for i in short_of:
+        if not short_of.any():
+            return preempted
+        for i in np.flatnonzero(short_of):
             slot = int(run[i])
             request = self._by_slot[slot]
             while request is not None:
@@ -258,11 +274,14 @@ class Scheduler:
         admitted: list[tuple[Admission, int]],
         updates: list[list[tuple[int, int, int]]],
     ) -> ScheduledStep | None:
-        chosen = np.flatnonzero(rows)
-        slots = np.concatenate([run[chosen], [a.slot for a, _ in admitted]]).astype(np.int64)
+        if admitted or not rows.all():
+            chosen = np.flatnonzero(rows)
+            slots = np.concatenate([run[chosen], [a.slot for a, _ in admitted]]).astype(np.int64)
+            counts = np.concatenate([rows[chosen], [count for _, count in admitted]]).astype(np.int32)
+        else:
+            slots, counts = run, rows
         if not len(slots):
             return None
-        counts = np.concatenate([rows[chosen], [count for _, count in admitted]]).astype(np.int32)
         if (counts[:-1] > counts[1:]).any():  # one-row requests first: attention treats them apart
             first = np.argsort(counts > 1, kind="stable")
             slots, counts = slots[first], counts[first]
@@ -273,7 +292,7 @@ class Scheduler:
         plan = StepPlan(
             step_id=self._step,
             admissions=[admission for admission, _ in admitted],
-            block_updates=[BlockUpdate(*np.array(c, np.int32).reshape(-1, 3).T) for c in updates],
+            block_updates=[BlockUpdate(*np.array(c, np.int32).T) if c else _NO_UPDATE for c in updates],
             slots=slots.astype(np.int32),
             num_rows=counts,
             start=start,
@@ -286,13 +305,15 @@ class Scheduler:
         return ScheduledStep(plan, self._epoch[slots])
 
     def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
+        if not self._wants_prompt_logprobs[slots].any():
+            return None
         wanted = np.full(len(slots), -1, np.int32)
         for i in np.flatnonzero(self._wants_prompt_logprobs[slots]):
             request = self._by_slot[int(slots[i])]
             assert request is not None and request.core.params.prompt_logprobs is not None
             top = request.core.params.prompt_logprobs
             wanted[i] = self.limits.vocab_size if top == -1 else top
-        return wanted if (wanted >= 0).any() else None
+        return wanted
 
     # ---- results --------------------------------------------------------------------------------
 
@@ -306,11 +327,13 @@ class Scheduler:
         outputs: list[CoreOutput] = []
         sampled = live & plan.samples
         for column in range(result.tokens.shape[1]):
+            if column:
+                sampled &= self._epoch[plan.slots] == step.epochs  # not ended by an earlier column
             rows = np.flatnonzero(sampled & (result.num_tokens > column))
-            rows = rows[self._epoch[plan.slots[rows]] == step.epochs[rows]]  # ended by an earlier column
             outputs += self._append(plan.slots[rows], result.tokens[rows, column], rows, column, result, now)
-        left = plan.slots[self._epoch[plan.slots] == step.epochs]
-        self._register(left, self._num_computed[left], plan.step_id)
+        if self.kv.hasher is not None:
+            left = plan.slots[self._epoch[plan.slots] == step.epochs]
+            self._register(left, self._num_computed[left], plan.step_id)
         self.kv.complete(plan.step_id)
         return outputs
 
@@ -332,23 +355,38 @@ class Scheduler:
                 entries = result.logprobs[row]
                 if entries is not None:
                     self._at(slot).logprobs.append(entries[column])
-        for slot in slots[known == self._prompt_len[slots]].tolist():
+        first = known == self._prompt_len[slots]
+        for slot in slots[first].tolist() if first.any() else ():
             self._at(slot).metrics.first_token_time = now
             self.stats.prompt_tokens += int(self._prompt_len[slot])
-        ends = (known + 1 >= self._max_total[slots]) | (self._stop_uses[tokens] > 0)
-        outputs = []
-        for i in np.flatnonzero(ends | self._streams[slots]).tolist():
-            request, token = self._at(int(slots[i])), int(tokens[i])
-            made = int(known[i]) + 1 - request.prompt_len
-            if token in request.stop_ids and made >= request.core.params.min_tokens:
-                outputs.append(
-                    self._finish(request, "stop", None if token in request.core.eos_token_ids else token)
-                )
-            elif known[i] + 1 >= self._max_total[slots[i]]:
-                outputs.append(self._finish(request, "length"))
+        may_end = (known + 1 >= self._max_total[slots]) | (self._stop_uses[tokens] > 0)
+        outputs: list[CoreOutput] = []
+        news = np.flatnonzero(may_end | self._streams[slots])
+        if not len(news):
+            return outputs
+        for slot, token, ending in zip(
+            slots[news].tolist(), tokens[news].tolist(), may_end[news].tolist(), strict=True
+        ):
+            request = self._by_slot[slot]
+            assert request is not None
+            if ending and (ended := self._ended(request, slot, token)) is not None:
+                outputs.append(ended)
             elif request.core.stream:
-                outputs.append(self._report(request))
+                if request.num_reported and request.core.params.logprobs is None:
+                    request.num_reported += 1  # the common case, made short
+                    outputs.append(CoreOutput(request.core.request_id, [token]))
+                else:
+                    outputs.append(self._report(request))
         return outputs
+
+    def _ended(self, request: Request, slot: int, token: int) -> CoreOutput | None:
+        """The last output of a request that its newest token ends, else None."""
+        known = int(self._num_known[slot])
+        if token in request.stop_ids and known - request.prompt_len >= request.core.params.min_tokens:
+            return self._finish(request, "stop", None if token in request.core.eos_token_ids else token)
+        if known >= self._max_total[slot]:
+            return self._finish(request, "length")
+        return None
 
     def fail(self, steps: list[ScheduledStep], message: str) -> list[CoreOutput]:
         """Steps could not be computed: end their requests, take back the keys they registered."""
@@ -374,8 +412,13 @@ class Scheduler:
 
     def _register(self, slots: np.ndarray, computed: np.ndarray, step: int) -> None:
         """Offer full blocks of known tokens to the cache, whose rows are scheduled up to `computed`."""
+        if self.kv.hasher is None:
+            return
         ready = np.minimum(computed, self._num_known[slots])
-        for i in np.flatnonzero(ready // self.kv.block_size > self._num_registered[slots]).tolist():
+        full = ready // self.kv.block_size > self._num_registered[slots]
+        if not full.any():
+            return
+        for i in np.flatnonzero(full).tolist():
             slot = int(slots[i])
             request = self._at(slot)
             self.kv.register(request.seq, self._tokens[slot], int(ready[i]), step)

@@ -72,7 +72,11 @@ NO_EXTRAS = ExtraKeys(None, (), None, None)
 
 def encode_plain(parent: bytes, token_ids: np.ndarray, extras: Sequence[Extra]) -> bytes:
     """The plain message (see the module): `token_ids` are integers of any dtype."""
-    parts = [parent, struct.pack("<I", len(token_ids)), np.ascontiguousarray(token_ids, dtype="<u4").tobytes()]
+    parts = [
+        parent,
+        struct.pack("<I", len(token_ids)),
+        np.ascontiguousarray(token_ids, dtype="<u4").tobytes(),
+    ]
     for extra in extras:
         payload = extra[1].encode() if isinstance(extra[1], str) else extra[1]
         if len(extra) == 3:

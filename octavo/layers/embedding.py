@@ -105,7 +105,6 @@ class LMHead(Layer):
             own = self._parameters.get("weight")
             if own is None or torch.equal(own, self.tied_to.weight):
                 self.weight = self.tied_to.weight
-                return  # the embedding looks rows up in it: it must keep its layout
         self.method.process_after_load(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

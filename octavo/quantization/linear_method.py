@@ -56,7 +56,8 @@ class LinearMethod(ABC):
         """Copy this rank's piece of the full checkpoint tensor `name` into `layer`."""
 
     def process_after_load(self, layer: nn.Module) -> None:  # noqa: B027 (optional hook)
-        """Repack once all shards are there."""
+        """Repack once all shards are there. A tied head's matrix is also its embedding's: take it away
+        from the layer if you like, but do not change it in place."""
 
     @abstractmethod
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -99,8 +100,24 @@ def widening_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return out
 
 
+# Rows that oneDNN lays a packed matrix out for. One layout serves all sizes: of those for 1, 32 and 512
+# rows it was the fastest, or within noise of it, at every number of rows.
+_PACK_ROWS = 32
+
+
+def packs(weight: torch.Tensor) -> bool:
+    """Whether a matrix is kept in oneDNN's own layout: on a CPU, in a type that it multiplies itself.
+
+    Measured with 2 threads on AVX2 in float32, SmolLM2's layers and head together, against `F.linear`:
+    1.4 times as fast at 1 row, 1.9 to 2.2 at 4 and 8, 1.3 to 1.9 at 32 and 64, 1.3 at 2048.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype in (torch.float32, torch.bfloat16) and not cpu_lacks(weight.dtype)
+
+
 class UnquantizedLinearMethod(LinearMethod):
-    """The matrix as it is, `weight [out, in]` in the activations' dtype."""
+    """The matrix as it is, `weight [out, in]` in the activations' dtype; packed for oneDNN on a CPU."""
 
     name = "unquantized"
 
@@ -117,7 +134,17 @@ class UnquantizedLinearMethod(LinearMethod):
         piece = tensor[shard.row : shard.row + shard.rows, shard.col : shard.col + shard.cols]
         layer.get_parameter("weight")[shard.target : shard.target + shard.rows].copy_(piece)
 
+    def process_after_load(self, layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight")
+        layer.packed = None
+        if packs(weight):
+            layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
+            del layer._parameters["weight"]
+
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        packed: torch.Tensor | None = layer.packed  # type: ignore[assignment]
+        if packed is not None:
+            return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         if x.is_cpu and x.shape[0] >= _WIDEN_ROWS and cpu_lacks(x.dtype):
             return widening_linear(x, weight, bias)

@@ -18,13 +18,13 @@ class VerifyOutput:
 
     Attributes:
         tokens: int32 `[n, k + 1]` (k: most drafts of a request); a request's leading `num_tokens` count.
-        num_tokens: int32 `[n]`, at least 1.
+        num_tokens: int32 `[n]`, at least 1; None where there were no drafts: all are 1.
         row_start: int64 `[n + 1]` on the host, each request's first row (entry of `logprobs`).
         logprobs: per row, as the sampler gives them; rows past a request's `num_tokens` are void.
     """
 
     tokens: torch.Tensor
-    num_tokens: torch.Tensor
+    num_tokens: torch.Tensor | None
     row_start: np.ndarray
     logprobs: PackedLogprobs | None
 
@@ -40,7 +40,6 @@ class Verifier:
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
-        self._ones = torch.ones(0, dtype=torch.int32, device=sampler.state.device)
 
     def __call__(
         self,
@@ -66,7 +65,7 @@ class Verifier:
         n = len(slots)
         if num_drafts is None or not num_drafts.any():
             out = self.sampler(logits, slots, slots_device, num_known, token_table, max_known)
-            return VerifyOutput(out.tokens.view(n, 1), self._all_one(n), np.arange(n + 1), out.logprobs)
+            return VerifyOutput(out.tokens.view(n, 1), None, np.arange(n + 1), out.logprobs)
         return self._judge(logits, slots, slots_device, num_known, token_table, max_known, num_drafts)
 
     def _judge(
@@ -103,8 +102,3 @@ class Verifier:
         stands = (drafted == tokens[:, :-1]) & (column[:, :-1] < drafts_d[:, None])
         num_tokens = 1 + stands.int().cumprod(-1).sum(-1)
         return VerifyOutput(tokens, num_tokens.int(), start, out.logprobs)
-
-    def _all_one(self, n: int) -> torch.Tensor:
-        if len(self._ones) < n:
-            self._ones = torch.ones(n, dtype=torch.int32, device=self._ones.device)
-        return self._ones[:n]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
 from octavo.layers.attention import AttentionMetadata
 from octavo.messages import StepPlan
@@ -17,7 +18,7 @@ class StepInputs:
     """What one forward pass reads. Device tensors unless said otherwise.
 
     Attributes:
-        token_ids: int32 `[rows]`; positions: int64 `[rows]`.
+        token_ids: int32 `[rows]`; positions: int64 `[rows]`, of each token in its request.
         meta: attention metadata per KV group.
         slots: int64 `[n]`, the step's requests; ends: int64 `[n]`, their context lengths after it.
         sample_requests: host, indexes of the requests that sample.
@@ -36,6 +37,23 @@ class StepInputs:
     sample_rows: torch.Tensor | None
 
 
+@dataclass
+class _Layout:
+    """Which request has which rows: all of a step's inputs that do not change while it decodes.
+
+    Attributes:
+        key: bytes of the plan's arrays that it was made from.
+        starts: int32 `[n + 1]`, first rows.
+        inputs: the step's inputs, views of the batch's buffers that each step fills anew.
+        sampling: int64 `[m]` of the requests that sample, None where all do.
+    """
+
+    key: bytes
+    starts: torch.Tensor
+    inputs: StepInputs
+    sampling: torch.Tensor | None
+
+
 class InputBatch:
     """Owns the tables, one row per slot: known tokens, tokens computed, and block tables.
 
@@ -43,17 +61,40 @@ class InputBatch:
     has seen it; the host only sends what it alone knows (admissions, new blocks, the step's shape).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, groups: list[KVGroup], device: torch.device):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_rows: int,
+        groups: list[KVGroup],
+        device: torch.device,
+    ):
+        """Allocate the tables.
+
+        Args:
+            max_num_seqs: slots.
+            max_model_len: tokens of the longest context.
+            max_rows: most rows of a step.
+            groups: KV groups, one block table each.
+            device: where the tables lie.
+        """
         self.device = device
-        self.groups = groups
         self.max_model_len = max_model_len
         self.block_size = groups[0].format.block_size
+        self._kernels = batch_kernels(device.type)
         columns = -(-max_model_len // self.block_size)
         self.token_table = _zeros((max_num_seqs, max_model_len), torch.int32, device)
         self.num_computed = _zeros((max_num_seqs,), torch.int64, device)
         self.block_tables = [_zeros((max_num_seqs, columns), torch.int32, device) for _ in groups]
         self.prompt_len = np.zeros(max_num_seqs, np.int64)  # on the host, which alone asks
-        self._arange = torch.arange(max(max_model_len, 8192) + 1, device=device)
+        # What a step reads lies at the same addresses in every step (as device graphs need it).
+        self._token_ids = _zeros((max_rows,), torch.int32, device)
+        self._positions = _zeros((max_rows,), torch.int64, device)
+        self._slot_mappings = [_zeros((max_rows,), torch.int64, device) for _ in groups]
+        self._block_rows = [_zeros((max_num_seqs, columns), torch.int32, device) for _ in groups]
+        self._ends = _zeros((max_num_seqs,), torch.int64, device)
+        self._seq_lens = _zeros((max_num_seqs,), torch.int32, device)
+        self._layout: _Layout | None = None
 
     def apply(self, plan: StepPlan) -> None:
         """Enter admissions and new blocks; one transfer for each kind."""
@@ -85,70 +126,85 @@ class InputBatch:
                 table.view(-1)[d_places] = d_blocks.int()
 
     def gather(self, plan: StepPlan) -> StepInputs:
-        """Inputs of a step, from the tables as they are when the device gets there."""
-        n, rows = len(plan.slots), plan.total_rows
-        single = rows == n
-        sample_requests = np.flatnonzero(plan.samples)
-        counts = plan.num_rows.astype(np.int64)
-        ends_of_rows = np.cumsum(counts)
-        slots, counts_d, starts, sampling, last = self._send(
-            plan.slots,
-            counts,
-            np.concatenate(([0], ends_of_rows)),
-            sample_requests,
-            ends_of_rows[sample_requests] - 1,
+        """Inputs of a step, from the tables as they are when the device gets there.
+
+        They are overwritten by the next step's, which runs after this one.
+        """
+        layout = self._layout_of(plan)
+        inputs, longest = layout.inputs, int((plan.start + plan.num_rows).max())
+        columns = -(-longest // self.block_size)
+        meta = inputs.meta[0]
+        self._kernels.gather_rows(
+            inputs.slots,
+            layout.starts,
+            self.num_computed,
+            self.token_table,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.ends,
+            meta.seq_lens,
         )
-        computed = self.num_computed[slots]
-        ends = computed + counts_d
-        if single:
-            row_slots, positions = slots, computed
-        else:
-            request = torch.repeat_interleave(self._arange[:n], counts_d, output_size=rows)
-            row_slots = slots[request]
-            if rows > len(self._arange):
-                self._arange = torch.arange(rows, device=self.device)
-            positions = self._arange[:rows] + (computed - starts[:-1])[request]
+        for meta, table in zip(inputs.meta, self.block_tables, strict=True):
+            meta.max_seq_len, meta.plan = longest, None
+            self._kernels.map_blocks(
+                inputs.slots,
+                layout.starts,
+                inputs.ends,
+                table,
+                self.block_size,
+                columns,
+                meta.block_table,
+                meta.slot_mapping,
+            )
+        if layout.sampling is not None:
+            inputs.sample_ends = inputs.ends.index_select(0, layout.sampling)
+        return inputs
+
+    def append(self, inputs: StepInputs, tokens: torch.Tensor) -> None:
+        """Append one sampled token (int32 `[m]`) to each request that sampled."""
+        self._kernels.append_tokens(inputs.sample_slots, inputs.sample_ends, tokens, self.token_table)
+
+    def _layout_of(self, plan: StepPlan) -> _Layout:
+        key = plan.slots.tobytes() + plan.num_rows.tobytes() + plan.samples.tobytes()
+        if self._layout is None or self._layout.key != key:
+            self._layout = self._make_layout(plan, key)
+        return self._layout
+
+    def _make_layout(self, plan: StepPlan, key: bytes) -> _Layout:
+        n, rows = len(plan.slots), plan.total_rows
+        starts = np.concatenate(([0], np.cumsum(plan.num_rows, dtype=np.int64)))
+        sample_requests = np.flatnonzero(plan.samples)
         everyone = len(sample_requests) == n
-        self.num_computed[slots] = ends
-        return StepInputs(
-            token_ids=self.token_table[row_slots, positions],
-            positions=positions,
-            meta=self._attention(plan, slots, row_slots, positions, starts, ends),
-            slots=slots,
+        slots_d, starts_d, sampling_d, last_d = self._send(
+            plan.slots, starts, sample_requests, starts[sample_requests + 1] - 1
+        )
+        starts_d = starts_d.int()
+        ends = self._ends[:n]
+        inputs = StepInputs(
+            token_ids=self._token_ids[:rows],
+            positions=self._positions[:rows],
+            meta=[
+                AttentionMetadata(
+                    query_start=starts_d,
+                    seq_lens=self._seq_lens[:n],
+                    block_table=block_rows[:n],
+                    slot_mapping=mapping[:rows],
+                    num_requests=n,
+                    num_rows=rows,
+                    max_query_len=int(plan.num_rows.max()),
+                    max_seq_len=0,
+                    num_decodes=int((plan.num_rows == 1).sum()),
+                )
+                for block_rows, mapping in zip(self._block_rows, self._slot_mappings, strict=True)
+            ],
+            slots=slots_d,
             ends=ends,
             sample_requests=sample_requests,
-            sample_slots=slots if everyone else slots[sampling],
-            sample_ends=ends if everyone else ends[sampling],
-            sample_rows=None if single and everyone else last,
+            sample_slots=slots_d if everyone else slots_d[sampling_d],
+            sample_ends=ends,
+            sample_rows=None if rows == n and everyone else last_d,
         )
-
-    def _attention(
-        self,
-        plan: StepPlan,
-        slots: torch.Tensor,
-        row_slots: torch.Tensor,
-        positions: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-    ) -> list[AttentionMetadata]:
-        longest = int((plan.start + plan.num_rows).max())
-        columns = -(-longest // self.block_size)
-        starts32, ends32 = starts.int(), ends.int()
-        block, offset = positions // self.block_size, positions % self.block_size
-        return [
-            AttentionMetadata(
-                query_start=starts32,
-                seq_lens=ends32,
-                block_table=table[slots, :columns],
-                slot_mapping=table[row_slots, block].long() * self.block_size + offset,
-                num_requests=len(plan.slots),
-                num_rows=plan.total_rows,
-                max_query_len=int(plan.num_rows.max()),
-                max_seq_len=longest,
-                num_decodes=int((plan.num_rows == 1).sum()),
-            )
-            for table in self.block_tables
-        ]
+        return _Layout(key, starts_d, inputs, None if everyone else sampling_d)
 
     def _send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Integer arrays to the device as int64, in one transfer that nobody waits for."""

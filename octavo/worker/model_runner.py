@@ -34,6 +34,7 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_rows: int,
         vocab_size: int,
         device: torch.device,
     ):
@@ -41,7 +42,7 @@ class ModelRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.kv_caches = kv_caches
-        self.batch = InputBatch(max_num_seqs, max_model_len, groups, device)
+        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device)
         self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
         self.verifier = Verifier(Sampler(self.sampling))
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
@@ -69,16 +70,13 @@ class ModelRunner:
         return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self.device)
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor) -> VerifyOutput:
-        chosen = inputs.sample_requests
+        slots, known = plan.slots, plan.start + plan.num_rows
+        if len(inputs.sample_requests) < len(slots):
+            slots, known = slots[inputs.sample_requests], known[inputs.sample_requests]
         output = self.verifier(
-            logits,
-            plan.slots[chosen],
-            inputs.sample_slots,
-            inputs.sample_ends,
-            self.batch.token_table,
-            max_known=plan.start[chosen] + plan.num_rows[chosen],
+            logits, slots, inputs.sample_slots, inputs.sample_ends, self.batch.token_table, max_known=known
         )
-        self.batch.token_table[inputs.sample_slots, inputs.sample_ends] = output.tokens[:, 0]
+        self.batch.append(inputs, output.tokens[:, 0])
         return output
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> _PromptPart:
@@ -135,7 +133,8 @@ class LaunchedStep:
         self._tokens = self._num_tokens = self._logprob_data = self._prompt_data = None
         if sampled is not None:
             self._tokens = _to_host(sampled.tokens)
-            self._num_tokens = _to_host(sampled.num_tokens)
+            if sampled.num_tokens is not None:
+                self._num_tokens = _to_host(sampled.num_tokens)
             if sampled.logprobs is not None:
                 self._logprob_data = _to_host(sampled.logprobs.data)
         if prompt is not None and prompt.packed is not None:
@@ -157,19 +156,24 @@ class LaunchedStep:
             except RuntimeError as error:
                 raise EngineDeadError(f"the device failed: {error}") from error
         n = len(self._plan.slots)
-        if self._tokens is None or self._num_tokens is None:
+        if self._tokens is None:
             result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
-        elif len(self._sample_requests) == n:
-            result = StepResult(self._tokens.numpy(), self._num_tokens.numpy())
         else:
-            tokens = np.zeros((n, self._tokens.shape[1]), np.int32)
-            counts = np.zeros(n, np.int32)
-            tokens[self._sample_requests] = self._tokens.numpy()
-            counts[self._sample_requests] = self._num_tokens.numpy()
-            result = StepResult(tokens, counts)
+            result = self._spread(n, self._tokens.numpy(), self._num_tokens)
         result.logprobs = self._unpack_logprobs(n)
         result.prompt_logprobs = self._unpack_prompt(n)
         return result
+
+    def _spread(self, n: int, sampled: np.ndarray, counted: torch.Tensor | None) -> StepResult:
+        """Results of the requests that sampled, in the places of all n."""
+        m = len(self._sample_requests)
+        num_tokens = np.ones(m, np.int32) if counted is None else counted.numpy()
+        if m == n:
+            return StepResult(sampled, num_tokens)
+        tokens, counts = np.zeros((n, sampled.shape[1]), np.int32), np.zeros(n, np.int32)
+        tokens[self._sample_requests] = sampled
+        counts[self._sample_requests] = num_tokens
+        return StepResult(tokens, counts)
 
     def _unpack_logprobs(self, n: int) -> list[list[TokenLogprobs] | None] | None:
         if self._logprobs is None or self._logprob_data is None:

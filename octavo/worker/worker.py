@@ -178,6 +178,7 @@ class Worker:
             [self._new_cache(group, blocks) for group in self.groups for _ in group.layers],
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=length,
+            max_rows=self.max_num_batched_tokens,
             vocab_size=self.model_config.vocab_size,
             device=self.device,
         )

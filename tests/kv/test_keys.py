@@ -63,7 +63,9 @@ def test_plain_keys_follow_the_documentation(algorithm, digest):
     first += part(3, "tenant-ä".encode()) + part(4, b"embeds")
     key = digest(first)
     second = key + struct.pack("<5I", 4, 15, 16, 17, 18) + part(1, b"adapter")
-    second += part(2, struct.pack("<i", -2) + b"cat") + part(2, struct.pack("<i", 2) + b"dog") + part(4, b"embeds")
+    second += (
+        part(2, struct.pack("<i", -2) + b"cat") + part(2, struct.pack("<i", 2) + b"dog") + part(4, b"embeds")
+    )
     assert chain(algorithm, FULL, 2) == [key, digest(second)]
 
 
@@ -90,7 +92,9 @@ def test_every_part_changes_every_key():
 def test_root_depends_on_all_that_makes_kv():
     base = dict(weights=b"w" * 32, dtype="bfloat16", kv_format="f", rope="r", block_size=16)
     roots = {root_key(**base)}
-    for name, value in dict(weights=b"v" * 32, dtype="float32", kv_format="g", rope="s", block_size=32).items():
+    for name, value in dict(
+        weights=b"v" * 32, dtype="float32", kv_format="g", rope="s", block_size=32
+    ).items():
         roots.add(root_key(**(base | {name: value})))
     assert len(roots) == 6
     assert root_key(**base) == root_key(**base)

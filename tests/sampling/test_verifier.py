@@ -77,7 +77,7 @@ def generate(most: int, proposer: FakeProposer | None) -> tuple[list[list[int]],
         entries = out.logprobs.unpack(out.logprobs.data.numpy()) if out.logprobs else None
         assert out.tokens.shape == (len(live), max(counts) + 1)
         for row, i in enumerate(live):
-            count = int(out.num_tokens[row])
+            count = 1 if out.num_tokens is None else int(out.num_tokens[row])
             assert 1 <= count <= counts[row] + 1
             accepted[i] += count - 1
             for j in range(count):
@@ -139,5 +139,4 @@ def test_no_drafts_cost_nothing(plain):
         out = verifier(*args, num_drafts=none)
         assert out.tokens.shape == (2, 1)
         assert out.tokens[:, 0].tolist() == sampler(*args).tokens.tolist()
-        assert out.num_tokens.tolist() == [1, 1]
-        assert out.num_tokens.data_ptr() == verifier._ones.data_ptr()
+        assert out.num_tokens is None

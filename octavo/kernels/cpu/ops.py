@@ -81,6 +81,9 @@ def _declare(lib: ctypes.CDLL) -> None:
         "octavo_paged_attention": [p, p, p, n, p, p, n],
         "octavo_argmax": [p, p, n, n, n, i, i],
         "octavo_gumbel_argmax": [p, p, p, p, i, p, n, n, n, i, i],
+        "octavo_gather_rows": [p, p, n, p, p, n, p, p, p, p],
+        "octavo_map_blocks": [p, p, p, n, p, n, n, n, p, n, p],
+        "octavo_append_tokens": [p, p, p, n, n, p, n],
         "octavo_vector_width": [],
     }.items():
         function = getattr(lib, name)
@@ -109,7 +112,7 @@ def available() -> bool:
 
 def load() -> None:
     """Makes sure that the kernels are there; raises RuntimeError with the reason if they are not."""
-    _library()
+    library()
 
 
 def why_not() -> str:
@@ -124,10 +127,11 @@ def usable(x: torch.Tensor) -> bool:
 
 def vector_width() -> int:
     """Floats in a vector of the built library: 16 (AVX-512), 8 (AVX2) or 4."""
-    return int(_library().octavo_vector_width())
+    return int(library().octavo_vector_width())
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The loaded library; raises RuntimeError with the reason if it cannot be had."""
     if _lib is None and not available():
         raise RuntimeError(f"CPU kernels not available: {_reason}")
     assert _lib is not None
@@ -165,7 +169,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     stride = _row_stride(x)
     shape = x.shape
     out = torch.empty_like(x)
-    (_lib or _library()).octavo_rms_norm(
+    (_lib or library()).octavo_rms_norm(
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
@@ -193,7 +197,7 @@ def add_rms_norm(
     rows, size = residual.shape
     stride = _row_stride(x)
     out = torch.empty_like(residual)
-    (_lib or _library()).octavo_add_rms_norm(
+    (_lib or library()).octavo_add_rms_norm(
         x.data_ptr(),
         residual.data_ptr(),
         weight.data_ptr(),
@@ -213,7 +217,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     rows, size = x.shape
     stride = _row_stride(x)
     out = x.new_empty((rows, size // 2))
-    (_lib or _library()).octavo_silu_and_mul(
+    (_lib or library()).octavo_silu_and_mul(
         x.data_ptr(), out.data_ptr(), rows, size // 2, stride, _dtype(x), torch.get_num_threads()
     )
     return out
@@ -307,7 +311,7 @@ def _call_cache(
             raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
         v_at, v_stride = v.data_ptr(), _row_stride(v)
         cache_at, slots_at = cache.data_ptr(), slot_mapping.data_ptr()
-    (_lib or _library()).octavo_rope_and_write_kv(
+    (_lib or library()).octavo_rope_and_write_kv(
         ctypes.addressof(shape),
         q_at,
         k.data_ptr(),
@@ -386,7 +390,7 @@ def attend(
     shape: AttentionShape, batch: AttentionBatch, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
 ) -> None:
     """`paged_attention` with prepared constants: what a layer calls each step. Checks no shapes."""
-    status = (_lib or _library()).octavo_paged_attention(
+    status = (_lib or library()).octavo_paged_attention(
         ctypes.addressof(shape),
         ctypes.addressof(batch),
         q.data_ptr(),
@@ -441,7 +445,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     `[rows]`."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    (_lib or _library()).octavo_argmax(
+    (_lib or library()).octavo_argmax(
         logits.data_ptr(),
         out.data_ptr(),
         rows,
@@ -476,7 +480,7 @@ def gumbel_argmax(
     if not (temperature.is_contiguous() and k0.is_contiguous() and k1.is_contiguous()):
         raise ValueError("temperature, k0 and k1 must be contiguous")
     out = torch.empty(rows, dtype=torch.int64)
-    (_lib or _library()).octavo_gumbel_argmax(
+    (_lib or library()).octavo_gumbel_argmax(
         logits.data_ptr(),
         temperature.data_ptr(),
         k0.data_ptr(),

@@ -1,0 +1,32 @@
+"""The kernels that prepare a step, by device: C++, Triton or plain PyTorch, all of one signature."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from octavo.kernels import reference_batch
+
+
+class BatchKernels(NamedTuple):
+    """One implementation; see `octavo.kernels.reference_batch` for what each does."""
+
+    gather_rows: Callable[..., None]
+    map_blocks: Callable[..., None]
+    append_tokens: Callable[..., None]
+
+
+@functools.cache
+def batch_kernels(device_type: str) -> BatchKernels:
+    """The fastest that a device type ("cpu", "cuda", …) has; `octavo.kernels.ops` says in the log
+    where its kernels cannot be had."""
+    module: Any = reference_batch
+    if device_type == "cpu":
+        if importlib.import_module("octavo.kernels.cpu.ops").available():
+            module = importlib.import_module("octavo.kernels.cpu.batch")
+    elif device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        module = importlib.import_module("octavo.kernels.triton.batch")
+    return BatchKernels(module.gather_rows, module.map_blocks, module.append_tokens)
