@@ -29,7 +29,7 @@ def table(title: str, sections: Sequence[tuple[str, Sequence[Row]]]) -> str:
             continue
         if name:
             lines.append(name.center(WIDTH, "-"))
-        lines += [f"{label + ':':<38} {_figure(value):>{WIDTH - 39}}" for label, value in rows]
+        lines += [f"{label}: {_figure(value).rjust(WIDTH - len(label) - 2)}" for label, value in rows]
     return "\n".join([*lines, "=" * WIDTH])
 
 

@@ -20,9 +20,9 @@ def post(url: str, count: int = 1, timeout: float = 20.0, **headers: str):
         client = HttpClient(Target.parse(url), headers, timeout)
         found = []
         for _ in range(count):
-            events: list[tuple[float, bytes]] = []
-            response = await client.post("/v1/x", b"{}", lambda now, data: events.append((now, data)))
-            found.append((response.status, [data for _, data in events], response.body))
+            events: list[bytes] = []
+            response = await client.post("/v1/x", b"{}", lambda now, data, to=events: to.append(data))
+            found.append((response.status, events, response.body))
         client.close()
         return found
 

@@ -47,7 +47,10 @@ def test_latency(model, tmp_path, capsys):
     [
         (["--input-len", "20"], 0),
         # The first request computes the 32 shared tokens for all others that come after it.
-        (["--dataset-name", "shared-prefix", "--prefix-len", "32", "--input-len", "4", "--max-num-seqs", "1"], 7 * 32),
+        (
+            ["--dataset-name=shared-prefix", "--prefix-len=32", "--input-len=4", "--max-num-seqs=1"],
+            7 * 32,
+        ),
         # Of each second turn the whole blocks of the first one's prompt.
         (["--dataset-name", "multi-turn", "--turns", "2", "--input-len", "32", "--turn-len", "8"], 4 * 32),
         (["--dataset-name", "repetitive", "--input-len", "30", "--period", "5"], 0),
