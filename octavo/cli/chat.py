@@ -35,15 +35,15 @@ def run(args: argparse.Namespace) -> int:
     from octavo.config import EngineConfig, config_from_args
 
     # Everything that can be wrong with the command line is told before a model is loaded.
-    values = {"max_tokens": MAX_TOKENS, **sampling_values(args)}
-    check_settings(values)
+    values, defaults = sampling_values(args), {"max_tokens": MAX_TOKENS}
+    check_settings({**defaults, **values})
     config = config_from_args(args, EngineConfig)
 
     from octavo.llm import LLM
 
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, os.environ)
     with terminal, LLM(**vars(config)) as llm:
-        session = ChatSession(llm, terminal, values, args.system, args.stats)
+        session = ChatSession(llm, terminal, values, defaults, args.system, args.stats)
         session.greet()
         session.run()
     return 0

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 HELP = """\
 /system TEXT     set the system message and start anew; /system alone removes it
 /reset           start a new conversation
-/set NAME VALUE  change a setting of the answers (temperature 0.5); VALUE `default`: the model's own
-/set             show the settings that differ from the model's own
+/set NAME VALUE  change a setting of the answers (temperature 0.5); VALUE `default` undoes that
+/set             show the settings that are not the model's own
 /help            this
 /exit            leave (also Ctrl-D)
 Ctrl-C stops an answer. A line that ends in \\ goes on in the next one; three double quotes (\"\"\") open and
@@ -58,14 +58,26 @@ class ChatSession:
     """Owns the conversation. A message enters it together with its answer, or not at all.
 
     An answer that was stopped stays as far as it came; one that failed takes its question with it.
+
+    Args:
+        settings: of `SamplingParams`, as the user gave them.
+        defaults: the chat's own, where it has other ones than the model.
+        stats: tell token counts and rates after each answer.
     """
 
     def __init__(
-        self, llm: LLM, terminal: Terminal, settings: dict[str, Any], system: str | None, stats: bool
+        self,
+        llm: LLM,
+        terminal: Terminal,
+        settings: dict[str, Any],
+        defaults: dict[str, Any],
+        system: str | None = None,
+        stats: bool = True,
     ):
         self._llm = llm
         self._terminal = terminal
-        self._settings = settings
+        self._settings = {**defaults, **settings}
+        self._defaults = defaults
         self._system = system
         self._stats = stats
         self._ended = False
@@ -231,11 +243,12 @@ class ChatSession:
                 self._terminal.say(f"{key} = {value!r}")
             return
         if not text:
-            raise RequestError(f"/set {name} needs a value, or `default` for the model's own")
+            raise RequestError(f"/set {name} needs a value, or `default`")
         settings = {key: value for key, value in self._settings.items() if key != name}
         if text == "default":
             if name not in SamplingParams.__struct_fields__:
                 raise RequestError(f"there is no setting {name}: see `octavo chat --help` under sampling")
+            settings |= {key: value for key, value in self._defaults.items() if key == name}
         else:
             settings |= parse_setting(name, text)
         check_settings(settings)

@@ -102,14 +102,15 @@ def test_commands(model, answers, monkeypatch, capsys):
         "/system be brief\n"
         'hello\n/reset\n"""first\n\n  second"""\n/system\n/set max-tokens 4\n hello\n'
         "/set\n/sett x 1\n/set temperature hot\n/set n 2\n"
-        "/set max_tokens default\n/set nonsense default\n /x\n/exit\nnever\n"
+        "/set max_tokens default\n/set top_k 3\n/set top_k default\n/set nonsense default\n"
+        " /x\n/exit\nnever\n"
     )
     system = {"role": "system", "content": "be brief"}
     expected = [
         answers(system, user("hello")),
         answers(system, user("first\n\n  second")),
         (hello := answers(user("hello"), tokens=4)),
-        answers(user("hello"), assistant(hello), user("/x"), tokens=200),
+        answers(user("hello"), assistant(hello), user("/x"), tokens=1024),  # to the context's end
     ]
     out, err = pipe(model, monkeypatch, capsys, text)
     shown = out.split("\n")
@@ -117,13 +118,13 @@ def test_commands(model, answers, monkeypatch, capsys):
     for answer in expected[:3]:
         assert rest.startswith(answer + "\n"), shown
         rest = rest[len(answer) + 1 :]
-    assert expected[3].startswith(rest[:-1]) and len(rest) > 20
+    assert rest == expected[3] + "\n"
     assert "never" not in out
     for line in (
         "system message set: a new conversation", "a new conversation", "no system message: a new",
         "max_tokens = 4", "there is no command /sett", "argument --temperature: invalid float value: 'hot'",
-        "n=2 is not for a chat", "temperature = 0.0", "ignore_eos = True", "max_tokens: the model's own",
-        "there is no setting nonsense",
+        "n=2 is not for a chat", "temperature = 0.0", "ignore_eos = True", "max_tokens = 1024",
+        "the context is full", "there is no setting nonsense", "top_k = 3", "top_k: the model's own",
     ):  # fmt: skip
         assert line in err, line
 
@@ -337,7 +338,7 @@ class SlowLLM:
 def session(llm: SlowLLM, text: str = "") -> tuple[ChatSession, io.StringIO, io.StringIO]:
     out, err = io.StringIO(), io.StringIO()
     terminal = Terminal(io.StringIO(text), out, err, {})
-    return ChatSession(llm, terminal, {"max_tokens": 26}, None, False), out, err  # type: ignore[arg-type]
+    return ChatSession(llm, terminal, {}, {"max_tokens": 26}, stats=False), out, err  # type: ignore[arg-type]
 
 
 def interrupt_after(seconds: float) -> None:
