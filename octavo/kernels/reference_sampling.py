@@ -55,7 +55,8 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     """
     if logits.device.type == "cpu":
         # NumPy's argmax is vectorised, PyTorch's is not (6 µs against 130 µs for a row of 49152).
-        return torch.from_numpy(logits.detach().float().numpy().argmax(-1))
+        wide = logits if logits.dtype is torch.float32 else logits.float()
+        return torch.from_numpy(wide.numpy().argmax(-1))
     return logits.argmax(-1)
 
 

@@ -136,7 +136,7 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def process_after_load(self, layer: nn.Module) -> None:
         weight = layer.get_parameter("weight")
-        layer.packed = None
+        layer.packed = None  # type: ignore[assignment]
         if packs(weight):
             layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
             del layer._parameters["weight"]

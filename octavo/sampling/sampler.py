@@ -63,6 +63,8 @@ class Sampler:
         self._scratch = Scratch()
         self._plans: dict[bytes, list[_Piece]] = {}
         self._plans_version = -1
+        self._needs_key = (-1, b"")
+        self._needs_found = 0
 
     def __call__(
         self,
@@ -90,15 +92,23 @@ class Sampler:
             raise ValueError(f"logits have {vocab} columns, the sampler was made for {self.state.vocab_size}")
         if rows == 0:
             return SampleOutput(torch.empty(0, dtype=torch.int32, device=logits.device))
-        needs = int(np.bitwise_or.reduce(self.state.flags[slots]))
+        needs = self._needs(slots)
         if not needs & ~st.LOGPROBS:
-            tokens = ops.argmax(logits).to(torch.int32)
+            tokens = _int32(ops.argmax(logits))
         else:
             self.state.flush()
             tokens = self._draw_pieces(logits, slots, slots_device, num_known, token_table, max_known)
         if not needs & st.LOGPROBS:
             return SampleOutput(tokens)
         return SampleOutput(tokens, self._logprobs(logits, slots, tokens))
+
+    def _needs(self, slots: np.ndarray) -> int:
+        """What the rows need, all together; remembered while the same slots come with the same settings."""
+        key = (self.state.version, slots.tobytes())
+        if key != self._needs_key:
+            self._needs_key = key
+            self._needs_found = int(np.bitwise_or.reduce(self.state.flags[slots]))
+        return self._needs_found
 
     def _draw_pieces(
         self,
@@ -221,3 +231,10 @@ class Sampler:
             len(slots),
             self.state.vocab_size,
         )
+
+
+def _int32(tokens: torch.Tensor) -> torch.Tensor:
+    """Integers as int32. On a CPU by NumPy: PyTorch's conversion costs many times as much host time."""
+    if tokens.device.type == "cpu":
+        return torch.from_numpy(tokens.numpy().astype(np.int32))
+    return tokens.to(torch.int32)

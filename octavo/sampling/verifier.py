@@ -17,15 +17,17 @@ class VerifyOutput:
     """Tokens of a step's requests, on the device.
 
     Attributes:
-        tokens: int32 `[n, k + 1]` (k: most drafts of a request); a request's leading `num_tokens` count.
+        tokens: int32 `[n, k + 1]` (k: most drafts of a request), of which a request's leading `num_tokens`
+            count; `[n]` where there were no drafts.
         num_tokens: int32 `[n]`, at least 1; None where there were no drafts: all are 1.
-        row_start: int64 `[n + 1]` on the host, each request's first row (entry of `logprobs`).
+        row_start: int64 `[n + 1]` on the host, each request's first row (entry of `logprobs`); None where
+            there were no drafts: request i has row i.
         logprobs: per row, as the sampler gives them; rows past a request's `num_tokens` are void.
     """
 
     tokens: torch.Tensor
     num_tokens: torch.Tensor | None
-    row_start: np.ndarray
+    row_start: np.ndarray | None
     logprobs: PackedLogprobs | None
 
 
@@ -62,10 +64,9 @@ class Verifier:
             max_known: integers `[n]` on the host, upper bounds of `num_known`.
             num_drafts: integers `[n]` on the host; None: no drafts.
         """
-        n = len(slots)
         if num_drafts is None or not num_drafts.any():
             out = self.sampler(logits, slots, slots_device, num_known, token_table, max_known)
-            return VerifyOutput(out.tokens.view(n, 1), None, np.arange(n + 1), out.logprobs)
+            return VerifyOutput(out.tokens, None, None, out.logprobs)
         return self._judge(logits, slots, slots_device, num_known, token_table, max_known, num_drafts)
 
     def _judge(

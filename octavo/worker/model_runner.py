@@ -76,7 +76,7 @@ class ModelRunner:
         output = self.verifier(
             logits, slots, inputs.sample_slots, inputs.sample_ends, self.batch.token_table, max_known=known
         )
-        self.batch.append(inputs, output.tokens[:, 0])
+        self.batch.append(inputs, output.tokens)
         return output
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> _PromptPart:
@@ -159,7 +159,8 @@ class LaunchedStep:
         if self._tokens is None:
             result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
         else:
-            result = self._spread(n, self._tokens.numpy(), self._num_tokens)
+            tokens = self._tokens.numpy()
+            result = self._spread(n, tokens.reshape(len(tokens), -1), self._num_tokens)
         result.logprobs = self._unpack_logprobs(n)
         result.prompt_logprobs = self._unpack_prompt(n)
         return result

@@ -196,7 +196,8 @@ def test_max_model_len_auto_takes_what_fits():
 
 
 @pytest.mark.parametrize("prompt", [
-    [], "", [-1], [tiny.VOCAB_SIZE], [1 << 40], [1.5], [True], ["a", 3], None, {"prompt": None}, {"tokens": [1]},
+    [], "", [-1], [tiny.VOCAB_SIZE], [1 << 40], [1.5], [True], ["a", 3], None, {"prompt": None},
+    {"tokens": [1]},
     "\ud800", {"prompt": "x", "multi_modal_data": {}},
 ])  # fmt: skip
 def test_bad_prompts_are_named_and_harm_nothing(llm, prompt):
