@@ -130,7 +130,9 @@ class EngineConfig:
         None,
         "Schedule a step while the one before runs; by default on a GPU, where steps can overlap.",
     )
-    enforce_eager: bool = setting(False, "Never record CUDA graphs. (This version records none and says so.)")
+    enforce_eager: bool = setting(
+        False, "Launch every kernel by itself: never record decode steps as CUDA graphs."
+    )
     attention_backend: str = setting(
         "auto", "Implementation of paged attention.", choices=("auto", "torch", "cpu", "triton")
     )

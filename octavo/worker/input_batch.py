@@ -21,19 +21,27 @@ class StepInputs:
         token_ids: int32 `[rows]`; positions: int64 `[rows]`, of each token in its request.
         meta: attention metadata per KV group.
         slots: int64 `[n]`, the step's requests; ends: int64 `[n]`, their context lengths after it.
+        starts: int32 `[n + 1]`, each request's first row.
+        num_requests: requests of the plan, n less the padding.
+        max_seq_len: host's upper bound of `ends`.
         sample_requests: host, indexes of the requests that sample.
-        sample_slots, sample_ends: `slots` and `ends` of those, int64 `[m]`.
-        sample_rows: int64 `[m]`, their last rows, or None if these are all rows.
+        sample_slots: `slots` of those, int64 `[m]`.
+        sample_rows: int64 `[m]`, their last rows, or None if these are the first rows in order.
+
+    Padding (for device graphs, which have fixed sizes) are requests without rows at the end, and rows
+    that belong to nobody and are stored nowhere.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     meta: list[AttentionMetadata]
     slots: torch.Tensor
+    starts: torch.Tensor
     ends: torch.Tensor
+    num_requests: int
+    max_seq_len: int
     sample_requests: np.ndarray
     sample_slots: torch.Tensor
-    sample_ends: torch.Tensor
     sample_rows: torch.Tensor | None
 
 
@@ -42,14 +50,12 @@ class _Layout:
     """Which request has which rows: all of a step's inputs that do not change while it decodes.
 
     Attributes:
-        key: bytes of the plan's arrays that it was made from.
-        starts: int32 `[n + 1]`, first rows.
+        key: the padded size and bytes of the plan's arrays that it was made from.
         inputs: the step's inputs, views of the batch's buffers that each step fills anew.
         sampling: int64 `[m]` of the requests that sample, None where all do.
     """
 
-    key: bytes
-    starts: torch.Tensor
+    key: tuple[int, bytes]
     inputs: StepInputs
     sampling: torch.Tensor | None
 
@@ -83,15 +89,20 @@ class InputBatch:
         self.block_size = groups[0].format.block_size
         self._kernels = batch_kernels(device.type)
         columns = -(-max_model_len // self.block_size)
-        self.token_table = _zeros((max_num_seqs, max_model_len), torch.int32, device)
-        self.num_computed = _zeros((max_num_seqs,), torch.int64, device)
-        self.block_tables = [_zeros((max_num_seqs, columns), torch.int32, device) for _ in groups]
+        # One slot more than there are: padding's, where nothing is ever computed.
+        self._padding_slot = max_num_seqs
+        slots = max_num_seqs + 1
+        self.token_table = _zeros((slots, max_model_len), torch.int32, device)
+        self.num_computed = _zeros((slots,), torch.int64, device)
+        self.block_tables = [_zeros((slots, columns), torch.int32, device) for _ in groups]
         self.prompt_len = np.zeros(max_num_seqs, np.int64)  # on the host, which alone asks
         # What a step reads lies at the same addresses in every step (as device graphs need it).
         self._token_ids = _zeros((max_rows,), torch.int32, device)
         self._positions = _zeros((max_rows,), torch.int64, device)
         self._slot_mappings = [_zeros((max_rows,), torch.int64, device) for _ in groups]
         self._block_rows = [_zeros((max_num_seqs, columns), torch.int32, device) for _ in groups]
+        self._slots = _zeros((max_num_seqs,), torch.int64, device)
+        self._starts = _zeros((max_num_seqs + 1,), torch.int32, device)
         self._ends = _zeros((max_num_seqs,), torch.int64, device)
         self._seq_lens = _zeros((max_num_seqs,), torch.int32, device)
         self._layout: _Layout | None = None
@@ -125,30 +136,41 @@ class InputBatch:
                 d_places, d_blocks = self._send(places, np.concatenate(blocks))
                 table.view(-1)[d_places] = d_blocks.int()
 
-    def gather(self, plan: StepPlan) -> StepInputs:
-        """Inputs of a step, from the tables as they are when the device gets there.
+    def layout(self, plan: StepPlan, size: int | None = None) -> StepInputs:
+        """The step's inputs, not yet filled: views of the batch's buffers, which the next step reuses.
 
-        They are overwritten by the next step's, which runs after this one.
+        Args:
+            plan: the step.
+            size: requests (and rows) to pad a step of one row per request to; None: no padding.
         """
-        layout = self._layout_of(plan)
-        inputs, longest = layout.inputs, int((plan.start + plan.num_rows).max())
-        columns = -(-longest // self.block_size)
-        meta = inputs.meta[0]
+        n = len(plan.slots)
+        size = size or n
+        key = (size, plan.slots.tobytes() + plan.num_rows.tobytes() + plan.samples.tobytes())
+        if self._layout is None or self._layout.key != key:
+            self._layout = self._make_layout(plan, size, key)
+        inputs = self._layout.inputs
+        inputs.max_seq_len = int((plan.start + plan.num_rows).max())
+        for meta in inputs.meta:
+            meta.max_seq_len, meta.plan = inputs.max_seq_len, None
+        return inputs
+
+    def fill(self, inputs: StepInputs) -> None:
+        """Gather the inputs from the tables as they are when the device gets there; count the rows."""
+        columns = -(-inputs.meta[0].max_seq_len // self.block_size)
         self._kernels.gather_rows(
             inputs.slots,
-            layout.starts,
+            inputs.starts,
             self.num_computed,
             self.token_table,
             inputs.token_ids,
             inputs.positions,
             inputs.ends,
-            meta.seq_lens,
+            inputs.meta[0].seq_lens,
         )
         for meta, table in zip(inputs.meta, self.block_tables, strict=True):
-            meta.max_seq_len, meta.plan = longest, None
             self._kernels.map_blocks(
                 inputs.slots,
-                layout.starts,
+                inputs.starts,
                 inputs.ends,
                 table,
                 self.block_size,
@@ -156,55 +178,63 @@ class InputBatch:
                 meta.block_table,
                 meta.slot_mapping,
             )
-        if layout.sampling is not None:
-            inputs.sample_ends = inputs.ends.index_select(0, layout.sampling)
-        return inputs
 
-    def append(self, inputs: StepInputs, tokens: torch.Tensor) -> None:
-        """Append one sampled token (int32 `[m]`) to each request that sampled."""
-        self._kernels.append_tokens(inputs.sample_slots, inputs.sample_ends, tokens, self.token_table)
+    def append(self, inputs: StepInputs, ends: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Append one token (int32 `[m]`) to each request that sampled, after its `sample_ends`."""
+        self._kernels.append_tokens(inputs.sample_slots, ends, tokens, self.token_table)
 
-    def _layout_of(self, plan: StepPlan) -> _Layout:
-        key = plan.slots.tobytes() + plan.num_rows.tobytes() + plan.samples.tobytes()
-        if self._layout is None or self._layout.key != key:
-            self._layout = self._make_layout(plan, key)
-        return self._layout
+    def sample_ends(self, inputs: StepInputs) -> torch.Tensor:
+        """int64 `[m]`, tokens known to each request that samples."""
+        sampling = self._layout.sampling if self._layout is not None else None
+        return (
+            inputs.ends[: inputs.num_requests] if sampling is None else inputs.ends.index_select(0, sampling)
+        )
 
-    def _make_layout(self, plan: StepPlan, key: bytes) -> _Layout:
+    def _make_layout(self, plan: StepPlan, size: int, key: tuple[int, bytes]) -> _Layout:
         n, rows = len(plan.slots), plan.total_rows
-        starts = np.concatenate(([0], np.cumsum(plan.num_rows, dtype=np.int64)))
+        padding = size - n
+        starts = np.concatenate(([0], np.cumsum(plan.num_rows, dtype=np.int64), np.full(padding, rows)))
         sample_requests = np.flatnonzero(plan.samples)
         everyone = len(sample_requests) == n
         slots_d, starts_d, sampling_d, last_d = self._send(
-            plan.slots, starts, sample_requests, starts[sample_requests + 1] - 1
+            np.concatenate((plan.slots, np.full(padding, self._padding_slot))),
+            starts,
+            sample_requests,
+            starts[sample_requests + 1] - 1,
         )
-        starts_d = starts_d.int()
-        ends = self._ends[:n]
+        self._slots[:size].copy_(slots_d)
+        self._starts[: size + 1].copy_(starts_d)
+        total = rows + padding
+        for mapping in self._slot_mappings:
+            mapping[rows:total].fill_(-1)
+        slots, seq_lens = self._slots[:size], self._seq_lens[:size]
         inputs = StepInputs(
-            token_ids=self._token_ids[:rows],
-            positions=self._positions[:rows],
+            token_ids=self._token_ids[:total],
+            positions=self._positions[:total],
             meta=[
                 AttentionMetadata(
-                    query_start=starts_d,
-                    seq_lens=self._seq_lens[:n],
-                    block_table=block_rows[:n],
-                    slot_mapping=mapping[:rows],
-                    num_requests=n,
-                    num_rows=rows,
+                    query_start=self._starts[: size + 1],
+                    seq_lens=seq_lens,
+                    block_table=block_rows[:size],
+                    slot_mapping=mapping[:total],
+                    num_requests=size,
+                    num_rows=total,
                     max_query_len=int(plan.num_rows.max()),
                     max_seq_len=0,
-                    num_decodes=int((plan.num_rows == 1).sum()),
+                    num_decodes=int((plan.num_rows == 1).sum()) if total > size else size,
                 )
                 for block_rows, mapping in zip(self._block_rows, self._slot_mappings, strict=True)
             ],
-            slots=slots_d,
-            ends=ends,
+            slots=slots,
+            starts=self._starts[: size + 1],
+            ends=self._ends[:size],
+            num_requests=n,
+            max_seq_len=0,
             sample_requests=sample_requests,
-            sample_slots=slots_d if everyone else slots_d[sampling_d],
-            sample_ends=ends,
+            sample_slots=slots[:n] if everyone else slots_d[sampling_d],
             sample_rows=None if rows == n and everyone else last_d,
         )
-        return _Layout(key, starts_d, inputs, None if everyone else sampling_d)
+        return _Layout(key, inputs, None if everyone else sampling_d)
 
     def _send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Integer arrays to the device as int64, in one transfer that nobody waits for."""

@@ -16,6 +16,7 @@ from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
+from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 
 
@@ -37,6 +38,7 @@ class ModelRunner:
         max_rows: int,
         vocab_size: int,
         device: torch.device,
+        use_graphs: bool = False,
     ):
         self.model = model
         self.device = device
@@ -45,6 +47,9 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device)
         self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
         self.verifier = Verifier(Sampler(self.sampling))
+        self.graphs: DecodeGraphs | None = None
+        if use_graphs:
+            self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
@@ -53,30 +58,44 @@ class ModelRunner:
         self.batch.apply(plan)
         for admission in plan.admissions:
             self.sampling.add(admission)
-        inputs = self.batch.gather(plan)
-        begin = time.perf_counter()
-        self.model.plan_attention(inputs.meta[0])
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta[0])
-        sampled, logits = None, None
-        if len(inputs.sample_requests):
-            rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
-            logits = self.model.compute_logits(rows)
-        self.forward_seconds += time.perf_counter() - begin
-        if logits is not None:
+        graph_size = self.graphs.size_for(plan) if self.graphs is not None else None
+        inputs = self.batch.layout(plan, graph_size)
+        hidden: torch.Tensor | None = None
+        if self.graphs is not None and graph_size is not None:
+            logits: torch.Tensor | None = self._sampled_rows(self.graphs.run(inputs), inputs)
+        else:
+            self.batch.fill(inputs)
+            begin = time.perf_counter()
+            self.model.plan_attention(inputs.meta[0])
+            hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta[0])
+            logits = None
+            if len(inputs.sample_requests):
+                logits = self.model.compute_logits(self._sampled_rows(hidden, inputs))
+            self.forward_seconds += time.perf_counter() - begin
+        sampled = None
+        if logits is not None and len(inputs.sample_requests):
             sampled = self._sample(plan, inputs, logits)
         packed = None
         if plan.prompt_logprobs is not None:
+            assert hidden is not None  # such steps are never replayed
             packed = self._prompt_logprobs(plan, inputs, hidden)
         return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self.device)
+
+    def _sampled_rows(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """Of `[rows, …]`, those that yield a token."""
+        if inputs.sample_rows is not None:
+            return rows[inputs.sample_rows]
+        return rows if len(rows) == inputs.num_requests else rows[: inputs.num_requests]
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor) -> VerifyOutput:
         slots, known = plan.slots, plan.start + plan.num_rows
         if len(inputs.sample_requests) < len(slots):
             slots, known = slots[inputs.sample_requests], known[inputs.sample_requests]
+        ends = self.batch.sample_ends(inputs)
         output = self.verifier(
-            logits, slots, inputs.sample_slots, inputs.sample_ends, self.batch.token_table, max_known=known
+            logits, slots, inputs.sample_slots, ends, self.batch.token_table, max_known=known
         )
-        self.batch.append(inputs, output.tokens)
+        self.batch.append(inputs, ends, output.tokens)
         return output
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> _PromptPart:

@@ -96,12 +96,11 @@ class Worker:
                 "dtype": self.dtype,
                 "attention": self.model.attention_layers()[0].backend.name,
                 "kv cache": f"{self.facts.num_blocks} blocks of {config.block_size} tokens",
+                "decode steps": "CUDA graphs, recorded at first use" if self.runner.graphs else "eager",
                 "loading": f"{loaded - begin:.2f} s",
                 "profile and cache": f"{ready - loaded:.2f} s",
             },
         )
-        if self.device.type == "cuda" and not config.enforce_eager:
-            logger.info("CUDA graphs are not recorded by this version: every step runs eagerly")
 
     def execute(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step.
@@ -181,6 +180,7 @@ class Worker:
             max_rows=self.max_num_batched_tokens,
             vocab_size=self.model_config.vocab_size,
             device=self.device,
+            use_graphs=self.device.type == "cuda" and not self.config.enforce_eager,
         )
 
     def _new_cache(self, group: KVGroup, blocks: int) -> torch.Tensor:

@@ -1,0 +1,83 @@
+"""Decode steps as CUDA graphs: one launch for the whole forward pass, recorded at first use."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from octavo.messages import StepPlan
+from octavo.worker.input_batch import InputBatch, StepInputs
+
+logger = logging.getLogger(__name__)
+
+MAX_SIZE = 512
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that graphs are recorded for: few, and never much larger than the batch."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, *range(192, MAX_SIZE + 1, 64)]
+    largest = min(max_num_seqs, MAX_SIZE)
+    return [*(size for size in sizes if size < largest), largest]
+
+
+class DecodeGraphs:
+    """Owns the graphs of steps in which every request has one row, by padded batch size.
+
+    A graph reads the batch's buffers, gathers the inputs, runs the model and leaves the logits at a
+    fixed place. The first step of a size runs eagerly, on the padded inputs, and is then recorded
+    (recording executes nothing); later ones are replayed. Bounds that the host would know better for
+    one step (the longest context) are those of the engine, so that a graph serves any step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch: InputBatch,
+        kv_caches: list[torch.Tensor],
+        max_num_seqs: int,
+        max_model_len: int,
+    ):
+        self._model = model
+        self._batch = batch
+        self._kv_caches = kv_caches
+        self._max_model_len = max_model_len
+        self._sizes = graph_sizes(max_num_seqs)
+        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._pool: Any = None
+
+    def size_for(self, plan: StepPlan) -> int | None:
+        """The size that a step is padded to, or None if it has to run eagerly."""
+        n = len(plan.slots)
+        if plan.prompt_logprobs is not None or n > self._sizes[-1] or plan.total_rows != n:
+            return None
+        return next(size for size in self._sizes if size >= n)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits `[size, vocab]` of a padded step; overwritten by the next one."""
+        size = len(inputs.slots)
+        recorded = self._graphs.get(size)
+        if recorded is not None:
+            graph, logits = recorded
+            graph.replay()
+            return logits
+        for meta in inputs.meta:
+            meta.max_seq_len = self._max_model_len
+        logits = self._forward(inputs)
+        self._graphs[size] = self._record(inputs)
+        return logits
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        self._batch.fill(inputs)
+        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta[0])
+        return self._model.compute_logits(hidden)
+
+    def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor]:
+        self._model.prepare_capture(inputs.meta[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._forward(inputs)
+        self._pool = graph.pool()
+        logger.debug("recorded a graph for %d requests", len(inputs.slots))
+        return graph, logits

@@ -1,0 +1,85 @@
+"""Padded decode steps, with graphs stood in for by a replay on the CPU; real ones run in tests/gpu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.worker import model_runner, worker
+from octavo.worker.graphs import DecodeGraphs, graph_sizes
+from octavo.worker.input_batch import StepInputs
+from tests import tiny
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
+
+
+@dataclass
+class Replay:
+    """What a graph does: the recorded computation again, on the same buffers."""
+
+    graphs: Any
+    inputs: StepInputs
+    logits: torch.Tensor
+
+    def replay(self) -> None:
+        for meta in self.inputs.meta:  # a graph keeps the bounds that it was recorded with
+            meta.max_seq_len, meta.plan = self.graphs._max_model_len, None
+        self.logits.copy_(self.graphs._forward(self.inputs))
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> list[int]:
+    """The engine thinks it has graphs; the sizes that were recorded."""
+    sizes: list[int] = []
+
+    def record(self: DecodeGraphs, inputs: StepInputs) -> tuple[Any, torch.Tensor]:
+        sizes.append(len(inputs.slots))
+        vocab = self._model.config.vocab_size
+        logits = torch.full((len(inputs.slots), vocab), float("nan"))
+        return Replay(self, inputs, logits), logits
+
+    monkeypatch.setattr(DecodeGraphs, "_record", record)
+
+    def make(*args: Any, **settings: Any) -> model_runner.ModelRunner:
+        return model_runner.ModelRunner(*args, **(settings | {"use_graphs": True}))
+
+    monkeypatch.setattr(worker, "ModelRunner", make)
+    return sizes
+
+
+def test_sizes_are_few_and_end_at_the_most_requests():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(5) == [1, 2, 4, 5]
+    assert graph_sizes(100) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 100]
+    assert graph_sizes(4096)[-1] == 512
+    assert all(b <= 2 * a or b <= 16 for a, b in zip(graph_sizes(512), graph_sizes(512)[1:], strict=False))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_padded_steps_change_nothing(replayed, overlap, backend):
+    settings = dict(
+        dtype="float32", device="cpu", num_threads=1, max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
+        check_invariants=True, max_num_seqs=16, kv_cache_memory_bytes=8 << 20, attention_backend=backend,
+    )  # fmt: skip
+    with LLM(
+        str(tiny.checkpoint("qwen3")), async_scheduling=overlap, max_num_batched_tokens=64, **settings
+    ) as llm:
+        for _ in range(2):
+            outputs = llm.generate(tiny.PROMPTS, GREEDY, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy("qwen3", i) for i in range(3)]
+        # Some end early, so that batches shrink and slots change hands while others go on.
+        params = [GREEDY.clone(max_tokens=5 + 7 * i) for i in range(9)]
+        outputs = llm.generate([tiny.PROMPTS[i % 3] for i in range(9)], params, use_tqdm=False)
+        for i, output in enumerate(outputs):
+            assert output.outputs[0].token_ids == tiny.greedy("qwen3", i % 3)[: 5 + 7 * i]
+        scored = llm.generate([tiny.PROMPTS[0]], GREEDY.clone(prompt_logprobs=1, logprobs=1), use_tqdm=False)[
+            0
+        ]
+        assert scored.outputs[0].token_ids == tiny.greedy("qwen3", 0)
+    assert set(replayed) == {1, 2, 4, 8, 16}
+    assert len(replayed) == 5  # each recorded once, then replayed
