@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.layers.layer import BuildContext, Layer
 from octavo.models.config import RopeConfig
 
@@ -122,9 +122,17 @@ def rope_frequencies(rope: RopeConfig, max_position_embeddings: int, max_model_l
     if rope.kind not in _KINDS:
         raise ModelError(f"rope kind {rope.kind!r} is not supported: use one of {', '.join(_KINDS)}")
     try:
-        return _KINDS[rope.kind](rope, max_position_embeddings, max_model_len)
+        inv_freq, factor = _KINDS[rope.kind](rope, max_position_embeddings, max_model_len)
     except KeyError as error:
         raise ModelError(f"rope kind {rope.kind!r} lacks {error}: fetch the config again") from None
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ModelError(f"rope kind {rope.kind!r} is malformed ({error}): fetch the config again") from None
+    if not (torch.isfinite(inv_freq).all() and math.isfinite(factor)):
+        raise ModelError(
+            f"rope kind {rope.kind!r} with theta {rope.theta:g} and {rope.params} has no finite frequencies: "
+            "fetch the config again"
+        )
+    return inv_freq, factor
 
 
 def rope_variant(rope: RopeConfig, max_position_embeddings: int, max_model_len: int) -> dict[str, Any]:
@@ -158,7 +166,13 @@ class RotaryEmbedding(Layer):
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         inv_freq, factor = rope_frequencies(self.rope, self.max_position_embeddings, build.max_model_len)
         inv_freq = inv_freq.to(build.device)
-        positions = torch.arange(build.max_model_len, dtype=torch.float32, device=build.device)
-        angles = torch.outer(positions, inv_freq)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+        try:
+            positions = torch.arange(build.max_model_len, dtype=torch.float32, device=build.device)
+            angles = torch.outer(positions, inv_freq)
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+        except RuntimeError as error:  # PyTorch's for memory that cannot be had
+            raise ConfigError(
+                f"max_model_len={build.max_model_len} needs a rotary table that cannot be had "
+                f"({str(error).splitlines()[0]}): lower max_model_len"
+            ) from None
         self.register_buffer("cos_sin", table, persistent=False)

@@ -23,6 +23,7 @@ _ROPE_NEEDS = {
     "longrope": ("short_factor", "long_factor"),
 }
 _ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
+_ROPE_SIZES = ("factor", "original_max_position_embeddings")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -79,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}): give a complete model folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error}): fetch the file again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds {type(value).__name__}, not a JSON object: fetch the file again")
@@ -107,6 +108,13 @@ def model_config_from_dict(
     Raises:
         ModelError: as `model_config_from_folder`.
     """
+    try:
+        return _read_config(raw, generation, where)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a value of the wrong kind
+        raise ModelError(f"{where}: malformed ({error}): fetch the file again") from None
+
+
+def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: str) -> ModelConfig:
     architectures = raw.get("architectures") or []
     name = next((a for a in architectures if a in FAMILIES), None)
     if name is None:
@@ -129,9 +137,11 @@ def model_config_from_dict(
             f"{where}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}: "
             "the file is corrupt, fetch it again"
         )
-    head_dim = raw.get("head_dim") or family.head_dim or hidden // heads
+    head_dim = (
+        family.head_dim or hidden // heads if raw.get("head_dim") is None else _size(raw, "head_dim", where)
+    )
     positions = _size(raw, "max_position_embeddings", where)
-    rope = _rope(raw, family, int(head_dim), positions, where)
+    rope = _rope(raw, family, head_dim, positions, where)
     attention_bias, out_bias, mlp_bias = family.biases(raw)
     config = ModelConfig(
         architecture=name,
@@ -141,12 +151,12 @@ def model_config_from_dict(
         num_layers=_size(raw, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         max_position_embeddings=positions,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         dtype=_dtype(raw, where),
-        hidden_act=raw.get("hidden_act", "silu"),
+        hidden_act=str(raw.get("hidden_act", "silu")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=attention_bias,
         attention_out_bias=out_bias,
@@ -156,6 +166,11 @@ def model_config_from_dict(
         eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         extra=raw,
     )
+    if config.context_length >= 1 << 31:
+        raise ModelError(
+            f"{where}: max_position_embeddings={positions} and rope's factor make a context of "
+            f"{config.context_length} tokens: fetch the file again"
+        )
     window = family.window(raw)
     if window is not None and int(window) < config.context_length:
         config = replace(config, sliding_window=int(window))
@@ -164,8 +179,10 @@ def model_config_from_dict(
 
 def _size(raw: dict[str, Any], key: str, where: str) -> int:
     value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: {key}={value!r} is not a positive integer: fetch the file again")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
+        raise ModelError(
+            f"{where}: {key}={value!r} is not a positive integer of 31 bits: fetch the file again"
+        )
     return value
 
 
@@ -207,7 +224,21 @@ def _rope(raw: dict[str, Any], family: _Family, head_dim: int, positions: int, w
         params.setdefault("factor", positions / params["original_max_position_embeddings"])
     if kind == "default":
         params = {}
-    return RopeConfig(theta=float(theta), dim=int(head_dim * float(partial)), kind=kind, params=params)
+    sizes = {"rope_theta": theta, "partial_rotary_factor": partial} | {
+        k: params.get(k, 1) for k in _ROPE_SIZES
+    }
+    for key, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e18:
+            raise ModelError(
+                f"{where}: rope's {key}={value!r} is not a positive number: fetch the file again"
+            )
+    dim = int(head_dim * partial)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise ModelError(
+            f"{where}: rope turns {dim} dimensions (head_dim={head_dim}, partial_rotary_factor={partial}), "
+            "not an even number of those of a head: fetch the file again"
+        )
+    return RopeConfig(theta=float(theta), dim=dim, kind=kind, params=params)
 
 
 def _first_id(value: Any) -> int | None:

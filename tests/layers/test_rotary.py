@@ -7,10 +7,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from octavo.errors import ModelError
-from octavo.layers.rotary import rope_frequencies, rope_variant
+from octavo.errors import ConfigError, ModelError
+from octavo.layers.backends import resolve_backend
+from octavo.layers.layer import BuildContext
+from octavo.layers.rotary import RotaryEmbedding, rope_frequencies, rope_variant
 from octavo.models.config import RopeConfig
 from octavo.models.hf_config import model_config_from_dict
+from octavo.parallel.state import tensor_parallel_group
+from octavo.quantization.linear_method import linear_method
 
 THETA = 500000.0
 DIM = 64
@@ -85,3 +89,30 @@ def test_bad_config_is_one_line():
     params = {"short_factor": [1.0], "long_factor": [1.0], "original_max_position_embeddings": 64}
     with pytest.raises(ModelError, match="short_factor has 1 numbers, not 4"):
         rope_frequencies(RopeConfig(1e4, 8, "longrope", params), 64, 64)
+
+
+@pytest.mark.parametrize("theta, params", [
+    (0.0, {"factor": 2.0}), (float("nan"), {"factor": 2.0}), (1e4, {"factor": "x"}),
+    (1e4, {"factor": [2.0]}), (1e4, {"factor": float("inf")}), (1.0, {"factor": 2.0}),
+    (1e4, {"factor": 2.0, "attention_factor": float("nan")}),
+])  # fmt: skip
+def test_numbers_without_finite_frequencies_are_refused(theta, params):
+    params = {"original_max_position_embeddings": 64} | params
+    with pytest.raises(ModelError, match="rope kind 'yarn'"):
+        rope_frequencies(RopeConfig(theta, 8, "yarn", params), 128, 128)
+
+
+def test_table_that_memory_cannot_hold():
+    layer = RotaryEmbedding(RopeConfig(1e4, 128), 1 << 30)
+    build = BuildContext(
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=1 << 42,
+        attention_backend=resolve_backend("torch", torch.device("cpu")),
+        block_size=16,
+        kv_dtype="float32",
+        group=tensor_parallel_group(),
+        linear_method=linear_method,
+    )
+    with pytest.raises(ConfigError, match="max_model_len=4398046511104"):
+        layer.create_weights(build, "rope")

@@ -240,3 +240,45 @@ def test_generation_defaults(tmp_path: Path) -> None:
     path.write_text(json.dumps({"temperature": "hot"}))
     with pytest.raises(ModelError, match="temperature='hot'"):
         generation_config_from_folder(tmp_path)
+
+
+WRONG: list[Any] = [-1, 1.5, float("nan"), 1 << 40, 10**30, "x", [], [[]], {"a": 1}, True]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("architectures", "hidden_size", "head_dim", "num_attention_heads", "max_position_embeddings"),
+        *("rms_norm_eps", "rope_parameters", "rope_theta", "partial_rotary_factor", "hidden_act", "dtype"),
+        *("quantization_config", "sliding_window", "layer_types", "eos_token_id", "tie_word_embeddings"),
+    ],
+)
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
+def test_values_of_the_wrong_kind_are_the_files_fault(key: str, family: str) -> None:
+    for value in WRONG:
+        raw = {**LLAMA, "architectures": [family], "use_sliding_window": True, key: value}
+        try:
+            config = model_config_from_dict(raw)
+        except ModelError as error:
+            assert str(error).startswith("config.json: ")
+        else:
+            assert 0 < config.rope.dim <= config.head_dim
+            assert 0 < config.max_position_embeddings < 1 << 31
+
+
+@pytest.mark.parametrize("key", ["factor", "rope_theta", "original_max_position_embeddings"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_rope_numbers_of_the_wrong_kind_are_the_files_fault(kind: str, key: str) -> None:
+    for value in (0.0, float("inf"), 1e17, *WRONG):
+        rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64, key: value}
+        try:
+            config = config_of(rope_parameters=rope)
+        except ModelError:
+            continue
+        assert 0 < config.context_length < 1 << 31
+
+
+def test_files_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="not valid JSON"):
+        model_config_from_folder(tmp_path)
