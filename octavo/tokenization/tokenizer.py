@@ -268,6 +268,16 @@ def read_folder(folder: Path) -> TokenizerParts:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{file} cannot be read ({error}): fetch it again") from None
+    try:
+        return _with_companions(folder, backend)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # a value of the wrong kind
+        raise ModelError(
+            f"{folder}: tokenizer_config.json or a file beside it is malformed ({error}): fetch them again"
+        ) from None
+
+
+def _with_companions(folder: Path, backend: Backend) -> TokenizerParts:
+    """The tokenizer with what the files beside tokenizer.json add: named tokens and chat templates."""
     config = _read_json(folder / "tokenizer_config.json")
     named = {**_read_json(folder / "special_tokens_map.json"), **config}
     known = backend.get_added_tokens_decoder()
@@ -317,7 +327,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read ({error}): fetch it again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object: fetch it again")

@@ -182,3 +182,29 @@ def test_ids_out_of_range(small: Tokenizer) -> None:
 def test_any_text_or_one_error(small: Tokenizer, text: str) -> None:
     ids = small.encode(text)
     assert all(0 <= i < small.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "added_tokens_decoder",
+        "extra_special_tokens",
+        "additional_special_tokens",
+        "chat_template",
+        "eos_token",
+    ],
+)
+def test_companions_with_values_of_the_wrong_kind(tmp_path, small, field):
+    wrong = [-1, 1.5, "\ud800", [1], [{}], {"a": 1}, {"1": 5}, True]
+    for number, value in enumerate(wrong):
+        folder = _folder(tmp_path / str(number), small, {field: value})
+        try:
+            load_tokenizer(folder)
+        except ModelError as error:
+            assert str(folder) in str(error)
+
+
+def test_companions_nested_too_deeply(tmp_path, small):
+    folder = _folder(tmp_path / "deep", small, {}, special_tokens_map_json="[" * 100_000)
+    with pytest.raises(ModelError, match="special_tokens_map"):
+        load_tokenizer(folder)
