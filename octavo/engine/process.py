@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -65,8 +66,10 @@ def main(fd: int) -> int:
 
 def _read(sock: socket.socket, inbox: queue.SimpleQueue[ToCore]) -> None:
     decoder = msgspec.msgpack.Decoder(ToCore)
-    while (frame := receive_frame(sock)) is not None:
-        inbox.put(decoder.decode(frame))
+    # A front end that was killed with messages unread resets the connection instead of closing it.
+    with contextlib.suppress(OSError):
+        while (frame := receive_frame(sock)) is not None:
+            inbox.put(decoder.decode(frame))
     inbox.put(Shutdown())
     threading.Timer(_EXIT_SECONDS, os._exit, args=(1,)).start()
 
