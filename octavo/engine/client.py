@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import socket
@@ -22,6 +23,8 @@ from octavo.config import EngineConfig
 from octavo.engine.frames import receive_frame, send_frame
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import CoreOutputs, Fatal, FromCore, ModelFacts, Ready, Shutdown, ToCore
+
+logger = logging.getLogger(__name__)
 
 OnOutputs = Callable[[CoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
@@ -176,11 +179,19 @@ class ProcessClient(CoreClient):
 
     def _listen(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         message: FromCore | None = None
-        with contextlib.suppress(OSError):
+        reason: str | None = None
+        try:
             while isinstance(message := self._receive(), CoreOutputs):
                 on_outputs(message)
+        except OSError:
+            pass
+        except Exception as error:  # nobody would be told anything from here on
+            logger.exception("the engine core's news cannot be taken in")
+            reason = f"its news cannot be taken in: {error}"
+            self._process.kill()
         if self._closing:
             return
-        reason = message.message if isinstance(message, Fatal) else f"exit code {self._process.wait()}"
+        if reason is None:
+            reason = message.message if isinstance(message, Fatal) else f"exit code {self._process.wait()}"
         self._dead = EngineDeadError(f"the engine core has ended ({reason}): restart the server")
         on_death(self._dead)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import secrets
 import time
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from octavo.config import EngineConfig
-from octavo.errors import RequestError
+from octavo.errors import ModelError, RequestError
 from octavo.messages import CoreRequest, ModelFacts
 from octavo.models.loader import load_generation_config, load_model_config
 from octavo.models.locate import find_model
@@ -58,7 +60,15 @@ class InputProcessor:
         if self.tokenizer is not None:
             eos.update(self.tokenizer.eos_token_ids)
         self.eos_token_ids = sorted(eos)
+        try:
+            self.default_params()
+        except RequestError as error:
+            raise ModelError(
+                f"{self.model_name}: its generation config is wrong ({error}): correct it, or set "
+                "generation_config='none'"
+            ) from None
         self._seeds = random.Random(config.seed)
+        self._serial = itertools.count()
         self._facts: ModelFacts | None = None
 
     @property
@@ -70,6 +80,8 @@ class InputProcessor:
     @facts.setter
     def facts(self, facts: ModelFacts) -> None:
         self._facts = facts
+        # Files name ids that the model cannot produce: -1 for none, or tokens beyond its embedding.
+        self.eos_token_ids = [token for token in self.eos_token_ids if 0 <= token < facts.vocab_size]
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer.
@@ -123,14 +135,15 @@ class InputProcessor:
         self._check_ids(ids)
         params.check_vocabulary(self.facts.vocab_size, self.config.max_logprobs)
         params = self._clamped(params, len(ids))
-        self._check_choice(params)
+        bad_words = self._bad_words(params)
+        self._check_choice(params, bad_words)
         request_id = request_id or secrets.token_hex(8)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         common = dict(
             prompt_token_ids=ids,
             params=params if params.n == 1 else params.clone(n=1),
             eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
-            bad_words_ids=self._bad_words(params),
+            bad_words_ids=bad_words,
             arrival_time=time.time(),
             priority=priority,
             cache_salt=cache_salt,
@@ -139,7 +152,9 @@ class InputProcessor:
         )
         choices = [
             CoreRequest(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                # Never used again, so that late news of a request that was given up cannot be taken for
+                # news of a later one under the same name.
+                request_id=f"{request_id}#{next(self._serial)}",
                 seed=choice_seed(seed, index),
                 **common,  # type: ignore[arg-type]
             )
@@ -162,15 +177,10 @@ class InputProcessor:
             ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
             if ids is None and not isinstance(text, str):
                 raise RequestError("prompt is a dictionary without prompt or prompt_token_ids", "prompt")
-            return text, None if ids is None else list(ids), salt
+            return text, None if ids is None else _as_ids(ids), salt
         if isinstance(prompt, str):
             return prompt, None, None
-        try:
-            return None, list(prompt), None
-        except TypeError:
-            raise RequestError(
-                f"prompt is {type(prompt).__name__}: give text or a list of token ids", "prompt"
-            ) from None
+        return None, _as_ids(prompt), None
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
@@ -208,16 +218,24 @@ class InputProcessor:
             )
         return params if params.max_tokens == wanted else params.clone(max_tokens=wanted)
 
-    def _check_choice(self, params: SamplingParams) -> None:
+    def _check_choice(self, params: SamplingParams, bad_words: list[list[int]]) -> None:
         """Refuse settings under which no token may be chosen."""
-        if params.allowed_token_ids is None or params.min_tokens == 0:
-            return
-        ends = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else self.eos_token_ids)}
-        if ends.issuperset(params.allowed_token_ids):
+        vocab = self.facts.vocab_size
+        barred = {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            barred.update(params.stop_token_ids or (), () if params.ignore_eos else self.eos_token_ids)
+        if params.allowed_token_ids is not None:
+            if barred.issuperset(params.allowed_token_ids):
+                raise RequestError(
+                    "allowed_token_ids holds only tokens that bad_words forbids, or that end the text while "
+                    "min_tokens forbids this: allow another token",
+                    "allowed_token_ids",
+                )
+        elif sum(0 <= token < vocab for token in barred) == vocab:
             raise RequestError(
-                "allowed_token_ids holds only tokens that end the text, and min_tokens forbids these: "
-                "allow another token, or set min_tokens=0",
-                "allowed_token_ids",
+                "every token is forbidden by bad_words, or by min_tokens since it would end the text "
+                "(stop_token_ids): leave one free",
+                "stop_token_ids" if params.min_tokens else "bad_words",
             )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -232,6 +250,14 @@ class InputProcessor:
                 if ids and ids not in sequences:
                     sequences.append(ids)
         return sequences
+
+
+def _as_ids(value: Any) -> list[int]:
+    """Token ids as a list; whether they are any is checked later."""
+    if not isinstance(value, (str, bytes, bytearray)):
+        with contextlib.suppress(TypeError):
+            return list(value)
+    raise RequestError(f"prompt is {type(value).__name__}: give text or a list of token ids", "prompt")
 
 
 def check_salt(salt: Any) -> None:

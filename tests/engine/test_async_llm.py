@@ -1,0 +1,82 @@
+"""The asynchronous face over a real engine process: names that come again, news that cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from octavo.async_llm import AsyncLLM
+from octavo.config import EngineConfig
+from octavo.errors import EngineDeadError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from tests import tiny
+
+LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+SHORT = LONG.clone(max_tokens=12, output_kind=RequestOutputKind.FINAL_ONLY)
+PROMPT = [5, 6, 7]
+
+
+def run(test) -> None:
+    """Run a coroutine function over one engine."""
+
+    async def main() -> None:
+        config = EngineConfig(
+            model=str(tiny.checkpoint("llama")),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            kv_cache_memory_bytes=8 << 20,
+            check_invariants=True,
+        )
+        engine = await AsyncLLM.create(config)
+        try:
+            await asyncio.wait_for(test(engine), 60)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+async def answer(engine: AsyncLLM, name: str, params: SamplingParams = SHORT) -> list[list[int]]:
+    async for output in engine.generate(PROMPT, params, name):
+        if output.finished:
+            assert {choice.finish_reason for choice in output.outputs} == {"length"}
+            return [choice.token_ids for choice in output.outputs]
+    raise AssertionError("the request never finished")
+
+
+def test_names_may_come_again_and_resemble_those_of_choices():
+    async def test(engine: AsyncLLM) -> None:
+        expected = await answer(engine, "alone")
+        for _ in range(5):
+            async with aclosing(engine.generate(PROMPT, LONG, "again")) as stream:
+                await anext(stream)
+            # At once: the core has not yet seen that the first one was given up.
+            assert await answer(engine, "again") == expected
+        async with aclosing(engine.generate(PROMPT, LONG.clone(stop="\n"), "again")):
+            pass
+        victim = asyncio.create_task(answer(engine, "x#0", SHORT.clone(max_tokens=40)))
+        await asyncio.sleep(0.05)
+        assert await answer(engine, "x", SHORT.clone(n=2)) == expected * 2
+        assert [tokens[:12] for tokens in await victim] == expected
+        assert await answer(engine, "alone") == expected  # all earlier aborts have arrived
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+
+    run(test)
+
+
+def test_news_that_cannot_be_taken_in_end_the_engine_and_not_in_silence(monkeypatch):
+    async def test(engine: AsyncLLM) -> None:
+        def broken(outputs):
+            raise ZeroDivisionError("injected")
+
+        monkeypatch.setattr(engine._outputs, "process", broken)
+        with pytest.raises(EngineDeadError, match="injected"):
+            await answer(engine, "any")
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+
+    run(test)
