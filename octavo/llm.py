@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,6 +62,7 @@ class LLM:
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
         self._names = iter(range(1 << 62))
         self._lock = threading.Lock()  # one call at a time
+        self._holder: int | None = None  # the thread whose call it is
 
     # ---- generation -----------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class LLM:
             raise RequestError(
                 f"{len(priority)} priorities for {len(batch)} prompts: give one each", "priority"
             )
-        with self._lock:
+        with self._turn():
             prepared = [
                 self._processor.prepare(
                     prompt,
@@ -109,8 +110,9 @@ class LLM:
                 for i, (prompt, p) in enumerate(zip(batch, params, strict=True))
             ]
             results: dict[str, RequestOutput] = {}
-            with _progress(use_tqdm, len(batch)) as bar:
-                for output in self._run(prepared):
+            # Closed at once when the loop is interrupted: a traceback that somebody keeps would hold it open.
+            with _progress(use_tqdm, len(batch)) as bar, contextlib.closing(self._run(prepared)) as outputs:
+                for output in outputs:
                     results[output.request_id] = output
                     bar.advance(output)
         return [results[p.request_id] for p in prepared]
@@ -120,11 +122,13 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding what is new as it comes. Closing the iterator ends the request.
 
+        While it is open, other calls of the same thread are refused, and those of other threads wait.
+
         Raises:
             As `generate`.
         """
         params = self._params_for(1, sampling_params)[0].clone(output_kind=RequestOutputKind.DELTA)
-        with self._lock:
+        with self._turn():
             yield from self._run([self._processor.prepare(prompt, params, str(next(self._names)))])
 
     def chat(
@@ -151,6 +155,11 @@ class LLM:
 
         The other arguments, results and errors are those of `generate`.
         """
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise RequestError(
+                f"messages is {type(messages).__name__}: give a list of messages with a role and a content",
+                "messages",
+            )
         conversations = cast(
             "list[Sequence[Message]]",
             [messages] if messages and isinstance(messages[0], dict) else list(messages),
@@ -240,8 +249,12 @@ class LLM:
         self._client.send(ResetPrefixCache())
 
     def close(self) -> None:
-        """Free the model, the cache and the thread. The object can't be used afterwards."""
+        """Free the model, the cache and the thread. The object can't be used afterwards.
+
+        A call under way in another thread ends with EngineDeadError.
+        """
         self._close()
+        self._news.put(EngineDeadError("this LLM was closed during the call"))
 
     def __enter__(self) -> LLM:
         return self
@@ -249,15 +262,28 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, prepared: list[PreparedRequest]) -> Iterator[RequestOutput]:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits until no other thread's call is under way."""
+        me = threading.get_ident()
+        if self._holder == me:  # waiting would be for ever
+            raise RequestError("a stream of this LLM is still open in this thread: finish or close it first")
+        with self._lock:
+            self._holder = me
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    def _run(self, prepared: list[PreparedRequest]) -> Generator[RequestOutput, None, None]:
         """Start requests and yield their outputs until all have finished; whatever is left is aborted."""
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
-        for request in prepared:
-            self._outputs.add(request)
-        self._client.send(AddRequests([core for request in prepared for core in request.choices]))
         failure: str | None = None
         try:
+            for request in prepared:
+                self._outputs.add(request)
+            self._client.send(AddRequests([core for request in prepared for core in request.choices]))
             while len(self._outputs):
                 news = self._news.get()
                 if isinstance(news, EngineDeadError):
@@ -270,7 +296,7 @@ class LLM:
                     failure = failure or error
                     yield output
         finally:
-            left = [core for name in self._outputs.live_ids() for core in self._outputs.discard(name)]
+            left = [core for request in prepared for core in self._outputs.discard(request.request_id)]
             if left:
                 with contextlib.suppress(EngineDeadError):
                     self._client.send(AbortRequests(left))
@@ -280,10 +306,10 @@ class LLM:
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        if given is None:
-            return [self._processor.default_params()] * count
-        if isinstance(given, SamplingParams):
-            return [given] * count
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self._processor.default_params()] * count
+        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
+            raise RequestError("sampling_params is not valid: give SamplingParams, or a list of them")
         if len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts: give one, or one each")
         return list(given)
@@ -300,6 +326,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__}: give text, token ids, or a list of them", "prompt"
+        )
     items = list(prompts)
     if not items:
         return []

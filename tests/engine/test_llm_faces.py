@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, EngineDeadError, ModelError, RequestError
+from octavo.llm import _Bar
 from tests import tiny
 
 SMALL = dict(
@@ -218,6 +222,99 @@ def test_bad_prompts_are_named_and_harm_nothing(llm, prompt):
 def test_params_that_the_model_cannot_serve(llm, fields, name):
     with pytest.raises(RequestError, match=name):
         llm.generate([[5, 6]], SamplingParams(**(dict(max_tokens=2) | fields)), use_tqdm=False)
+
+
+@pytest.mark.parametrize("fields, name", [
+    (dict(stop_token_ids=list(range(tiny.VOCAB_SIZE)), min_tokens=1), "stop_token_ids"),
+    (dict(allowed_token_ids=[ord("a") - 28], bad_words=["a"]), "bad_words"),
+    (dict(allowed_token_ids=[ord("a") - 28, tiny.EOS], bad_words=["a"], min_tokens=2), "bad_words"),
+])  # fmt: skip
+def test_settings_that_forbid_every_token(llm, fields, name):
+    assert llm.get_tokenizer().encode("a") == [ord("a") - 28]
+    with pytest.raises(RequestError, match=name):
+        llm.generate([[5, 6]], SamplingParams(max_tokens=4, **fields), use_tqdm=False)
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm: llm.generate(None),
+    lambda llm: llm.generate(5),
+    lambda llm: llm.generate(b"abc"),
+    lambda llm: llm.generate([b"abc"]),
+    lambda llm: llm.generate({"prompt_token_ids": 5}),
+    lambda llm: llm.generate({"prompt_token_ids": "abc"}),
+    lambda llm: llm.generate("x", {"temperature": 0}),
+    lambda llm: llm.generate("x", "y"),
+    lambda llm: llm.generate("x", 5),
+    lambda llm: llm.generate("x", [None]),
+    lambda llm: llm.chat(None),
+    lambda llm: llm.chat("hello"),
+    lambda llm: llm.score(5, 5),
+    lambda llm: llm.score(None, "x"),
+])  # fmt: skip
+def test_arguments_of_the_wrong_type_are_named(llm, call):
+    with pytest.raises(RequestError) as caught:
+        call(llm)
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_beside_an_open_stream_of_the_same_thread_are_refused(llm):
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    with pytest.raises(RequestError, match="stream"):
+        llm.generate("x", use_tqdm=False)
+    others = ThreadPoolExecutor(1)
+    waiting = others.submit(llm.generate, "x", SamplingParams(max_tokens=3, ignore_eos=True), False)
+    stream.close()
+    assert len(waiting.result(20)[0].outputs[0].token_ids) == 3
+    others.shutdown()
+
+
+def test_an_interrupt_ends_the_call_and_nothing_else(llm, monkeypatch):
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    kept = []
+    for cls, name in ((_Bar, "advance"), (type(llm._outputs), "process"), (type(llm._client), "send")):
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, name, interrupt)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                llm.generate([[5, 6, 7], [5, 6]], [params, params.clone(max_tokens=150)], use_tqdm=False)
+        kept.append(caught)  # as interactive shells keep the traceback, and with it the call's frames
+        assert len(llm._outputs) == 0
+        outputs = llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected] * 2
+
+
+def test_closing_ends_a_call_of_another_thread():
+    llm = LLM(str(tiny.checkpoint("llama")), **SMALL)
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    with ThreadPoolExecutor(1) as others:
+        others.submit(llm.close).result(20)
+    with pytest.raises(EngineDeadError, match="closed"):
+        list(stream)
+    llm.close()
+
+
+def test_end_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
+    shutil.copytree(tiny.checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    ends = [tiny.EOS, -1, tiny.VOCAB_SIZE, 1 << 40]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with LLM(str(tmp_path), **SMALL) as llm:
+        output = llm.generate([[5, 6]], SamplingParams(max_tokens=4, min_tokens=4), use_tqdm=False)[0]
+        assert len(output.outputs[0].token_ids) == 4
+
+
+def test_sampling_defaults_that_are_no_settings_are_the_models_fault(tmp_path):
+    shutil.copytree(tiny.checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 2.0}))
+    with pytest.raises(ModelError, match=r"top_p=2.0.*generation_config"):
+        LLM(str(tmp_path), **SMALL)
+    with LLM(str(tmp_path), generation_config="none", **SMALL) as llm:
+        assert llm.get_default_sampling_params().top_p == 1.0
 
 
 def test_adapters_and_salts_are_checked(llm):
