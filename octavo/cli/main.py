@@ -15,8 +15,10 @@ standard output went away.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
@@ -102,12 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _stdout_is_open() -> bool:
     """Whether standard output still has a reader; if not, the interpreter's last flush is silenced."""
-    try:
+    with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-        return True
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
+        # An unbuffered stream has nothing to flush: ask the system.
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return False
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_help_names_every_command_and_imports_nothing_heavy():
 
 
 def test_help_is_fast():
-    """Under 150 ms of processor time, the interpreter's own start aside; the best of five.
+    """Under 300 ms of processor time, the interpreter's own start aside; the best of five.
 
     Processor time, because the tests beside this one use the same cores.
     """
@@ -63,7 +63,7 @@ def test_help_is_fast():
             times.append(usage.ru_utime + usage.ru_stime)
         return min(times)
 
-    assert best([*OCTAVO, "--help"]) - best([sys.executable, "-c", "pass"]) < 0.15
+    assert best([*OCTAVO, "--help"]) - best([sys.executable, "-c", "pass"]) < 0.3
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
