@@ -14,9 +14,8 @@ class UsageCount:
         self._completion = 0
 
     def prompt(self, index: int, out: RequestOutput) -> None:
-        """Take note of the prompt of a result."""
-        if index not in self._prompts:
-            self._prompts[index] = (len(out.prompt_token_ids), out.num_cached_tokens)
+        """Take note of the prompt of a result; what was cached is known once choice 0 has reported."""
+        self._prompts[index] = (len(out.prompt_token_ids), out.num_cached_tokens)
 
     def add(self, tokens: int) -> None:
         """Count output tokens."""

@@ -100,6 +100,15 @@ def settled(server: Octavo) -> dict[str, float]:
         time.sleep(0.02)
 
 
+def test_cached_tokens_when_the_second_choice_is_ready_first(server: Octavo) -> None:
+    """It finds one block more than the first choice, which fills that block in the same step."""
+    prompt = [17] * 16 + list(range(30, 47))
+    server.text(prompt=prompt[:17], max_tokens=1)
+    options = {"n": 2, "stream_options": {"include_usage": True}}
+    usage = server.stream(prompt=prompt, max_tokens=2, **options)[-1]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 16
+
+
 def test_tokens_are_those_of_transformers(server: Octavo) -> None:
     choice = server.text(return_token_ids=True, ignore_eos=True)
     assert choice["token_ids"] == tiny.greedy("llama", 0)[:48]
