@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,18 @@ def packs(weight: torch.Tensor) -> bool:
     return weight.dtype in (torch.float32, torch.bfloat16) and not cpu_lacks(weight.dtype)
 
 
+FEW_ROWS = 2  # up to which a kernel of our own may beat cuBLAS on a GPU
+
+
+@functools.cache
+def _few_rows() -> Any:
+    """The Triton kernel's module, or None without Triton (`octavo.kernels.ops` warns of that)."""
+    try:
+        return importlib.import_module("octavo.kernels.triton.linear")
+    except ImportError:
+        return None
+
+
 class UnquantizedLinearMethod(LinearMethod):
     """The matrix as it is, `weight [out, in]` in the activations' dtype; packed for oneDNN on a CPU."""
 
@@ -148,6 +162,9 @@ class UnquantizedLinearMethod(LinearMethod):
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         if x.is_cpu and x.shape[0] >= _WIDEN_ROWS and cpu_lacks(x.dtype):
             return widening_linear(x, weight, bias)
+        if x.is_cuda and x.shape[0] <= FEW_ROWS and (few := _few_rows()) is not None:
+            if few.beats_cublas(x.shape[0], x.shape[1], weight.shape[0]):
+                return few.few_rows_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
 
