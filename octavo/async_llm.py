@@ -189,7 +189,7 @@ class AsyncLLM:
             self._queues[prepared.request_id] = items
         try:
             self._client.send(AddRequests(prepared.choices))
-        except EngineDeadError:
+        except Exception:
             self._end(prepared.request_id, items)
             raise
         return items

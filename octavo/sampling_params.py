@@ -110,6 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.temperature = _number("temperature", self.temperature, 0.0, math.inf)
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         self.top_k = _integer("top_k", self.top_k, 0, None, note="0 keeps all tokens")
+        self.top_k = min(self.top_k, MAX_TOKEN_IDS)  # more than any vocabulary, and messages hold 64 bits
         self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(1 << 63), SEED_MODULUS - 1)

@@ -47,7 +47,7 @@ async def answer(engine: AsyncLLM, name: str, params: SamplingParams = SHORT) ->
     raise AssertionError("the request never finished")
 
 
-def test_names_may_come_again_and_resemble_those_of_choices():
+def test_names_may_come_again_and_resemble_those_of_choices(monkeypatch):
     async def test(engine: AsyncLLM) -> None:
         expected = await answer(engine, "alone")
         for _ in range(5):
@@ -57,6 +57,13 @@ def test_names_may_come_again_and_resemble_those_of_choices():
             assert await answer(engine, "again") == expected
         async with aclosing(engine.generate(PROMPT, LONG.clone(stop="\n"), "again")):
             pass
+        for huge in (1 << 63, 1 << 64, 10**30):
+            assert await answer(engine, "again", SHORT.clone(top_k=huge, n=1)) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._client, "_encoder", None)
+            with pytest.raises(AttributeError):
+                await answer(engine, "again")
+        assert engine.num_unfinished == 0
         victim = asyncio.create_task(answer(engine, "x#0", SHORT.clone(max_tokens=40)))
         await asyncio.sleep(0.05)
         assert await answer(engine, "x", SHORT.clone(n=2)) == expected * 2
