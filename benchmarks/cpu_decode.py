@@ -65,12 +65,18 @@ def transformers_model(dtype: torch.dtype):  # type: ignore[no-untyped-def]
     source = find_model(None)
     config = load_model_config(source)
     theirs = transformers.LlamaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=True,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(theirs).to(dtype).eval()
     weights = dict(iterate_weights(source, config, "auto", dtype, "cpu", progress=False))
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -84,25 +90,37 @@ def theirs(model, seed: int, output: int = OUTPUT) -> float:  # type: ignore[no-
     ids = torch.tensor([r.prompt_token_ids for r in requests(BATCH, output, seed)])
     begin = time.perf_counter()
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output, do_sample=False,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=output,
+        min_new_tokens=output,
+        do_sample=False,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     seconds = time.perf_counter() - begin
     assert out.shape[1] == PROMPT + output
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    config = EngineConfig(dtype=args.dtype, device="cpu", enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
+    config = EngineConfig(
+        dtype=args.dtype, device="cpu", enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30
+    )
     core = EngineCore(config)
-    print(f"threads {torch.get_num_threads()}, dtype {args.dtype}, attention {core.facts.summary['attention']}")
+    print(
+        f"threads {torch.get_num_threads()}, dtype {args.dtype}, attention {core.facts.summary['attention']}"
+    )
     for count, limit in ((1, 300), (64, 1000)):
         share, total = host_share(core, count, 60)
-        print(f"host share of a decode step, batch {count:2}: {share:6.0f} µs of {total:7.0f} µs (limit {limit})")
+        print(
+            f"host share of a step, batch {count:2}: {share:6.0f} µs of {total:7.0f} µs (limit {limit})"
+        )
     model = transformers_model(getattr(torch, args.dtype))
     pairs = []
     for round_ in range(args.rounds + 1):
@@ -113,8 +131,10 @@ def main() -> None:
     whole = statistics.median(b / a for a, b, _, _ in pairs)
     decode = statistics.median(b / a for _, _, a, b in pairs)
     tokens = BATCH * OUTPUT
-    print(f"32 requests: Octavo {statistics.median(tokens / p[0] for p in pairs):.0f} tokens/s, "
-          f"Transformers {statistics.median(tokens / p[1] for p in pairs):.0f}")  # fmt: skip
+    print(
+        f"32 requests: Octavo {statistics.median(tokens / p[0] for p in pairs):.0f} tokens/s, "
+        f"Transformers {statistics.median(tokens / p[1] for p in pairs):.0f}"
+    )
     print(f"ratio {whole:.2f} with prefill, {decode:.2f} decode alone (to reach 1.5)")
 
 
