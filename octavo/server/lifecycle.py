@@ -160,6 +160,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
             options[name] = path
     return uvicorn.Config(
         build_app(service),
+        http=_http_protocol(),
         lifespan="off",
         log_config=None,
         log_level="info" if config.access_log else "warning",
@@ -168,6 +169,15 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         timeout_graceful_shutdown=CLOSE_TIMEOUT,
         **options,
     )
+
+
+def _http_protocol() -> Any:
+    """The protocol class for uvicorn."""
+    try:
+        from octavo.server.http import BoundedHttpProtocol
+    except ImportError:  # httptools is not built for every platform; h11 has a bound of its own
+        return "h11"
+    return BoundedHttpProtocol
 
 
 def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:

@@ -158,3 +158,23 @@ def test_many_prompts_share_one_failure() -> None:
         answer = server.post(TEXTS, {"prompt": [[1], [2], [-1]], "max_tokens": 150})
         assert answer.status_code == 400
         assert not engine.live and engine.aborted == 2
+
+
+@pytest.mark.parametrize("line", [b"X-%d: aaaaaaaa\r\n", b"aaaaaaaaaaaaaaaa"])
+def test_headers_without_end_are_refused(line: bytes) -> None:
+    with process("0", "0", "1") as (_, client):
+        assert client.get("/health", headers={"x-large": "a" * 50_000}).status_code == 200
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0), 5) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+            answer = b""
+            for number in range(100_000):
+                try:
+                    sock.sendall(line % number if b"%" in line else line)
+                except OSError:
+                    break  # closed while this side went on writing
+            else:
+                raise AssertionError("1.6 MB of headers were taken")
+            with contextlib.suppress(OSError):
+                answer = sock.recv(1000)
+            assert answer in (b"",) or answer.startswith(b"HTTP/1.1 400 ")
+        assert client.get("/health").status_code == 200
