@@ -136,7 +136,9 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto", "Implementation of paged attention.", choices=("auto", "torch", "cpu", "triton")
     )
-    num_threads: int | None = setting(None, "CPU threads of the model; by default the physical cores.", low=1)
+    num_threads: int | None = setting(
+        None, "CPU threads of the model; by default the physical cores.", low=1, high=1024
+    )
     tensor_parallel_size: int = setting(1, "Ranks that share each layer.", only=(1,))
     pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
     data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
 from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
-from octavo.errors import EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
 from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts
@@ -26,6 +26,21 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None):
         self.config = config
+        try:
+            self._allocate(executor)
+        except MemoryError as error:
+            raise ConfigError(
+                f"no memory for the tables of max_num_seqs={config.max_num_seqs} requests and "
+                f"max_num_batched_tokens={config.max_num_batched_tokens} tokens ({error}): lower these, or "
+                "max_model_len"
+            ) from None
+        overlap = self.facts.overlap if config.async_scheduling is None else config.async_scheduling
+        self._depth = 1 if overlap else 0
+        self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep]] = collections.deque()
+
+    def _allocate(self, executor: Executor | None) -> None:
+        """Load the model and make the tables of cache and scheduler."""
+        config = self.config
         self.executor = executor or UniprocExecutor(config)
         facts = self.facts
         hasher = None
@@ -44,9 +59,6 @@ class EngineCore:
             ),
             self.kv,
         )
-        overlap = facts.overlap if config.async_scheduling is None else config.async_scheduling
-        self._depth = 1 if overlap else 0
-        self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep]] = collections.deque()
 
     @property
     def facts(self) -> ModelFacts:
