@@ -18,6 +18,7 @@ from octavo.errors import EngineDeadError, RequestError, RequestFailedError
 from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.tokenization.chat_template import load_chat_template
 from octavo.tokenization.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -53,6 +54,8 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any):
         self.config: EngineConfig = make_config(EngineConfig, {"model": model, **settings})
+        template = self.config.chat_template
+        self._chat_template = load_chat_template(template) if template else None
         self._processor = InputProcessor(self.config)
         self._news: queue.SimpleQueue[CoreOutputs | EngineDeadError] = queue.SimpleQueue()
         self._client = ThreadClient(self.config, self._news.put, self._news.put)
@@ -180,7 +183,7 @@ class LLM:
     def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> dict[str, Any]:
         """A conversation as a prompt (text and its token ids) for `generate` or `stream`."""
         tokenizer = self._processor.need_tokenizer("chat")
-        kwargs["chat_template"] = kwargs.get("chat_template") or self.config.chat_template
+        kwargs["chat_template"] = kwargs.get("chat_template") or self._chat_template
         text = tokenizer.apply_chat_template(messages, **kwargs)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -76,6 +76,7 @@ def test_first_snippet_with_the_import_changed():
     (dict(gpu_memory_utilization=math.nan), "gpu_memory_utilization"),
     (dict(prefix_caching_hash_algo="md5"), "prefix_caching_hash_algo"),
     (dict(device="tpu"), "device"),
+    (dict(num_threads=10**9), "num_threads"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_served_are_refused_by_name(settings, name):
     with pytest.raises(ConfigError, match=name) as caught:
@@ -92,6 +93,8 @@ def test_models_that_cannot_be_loaded(tmp_path):
         LLM(str(tiny.checkpoint("llama")), **(SMALL | dict(kv_cache_memory_bytes=10)))
     with pytest.raises(ConfigError, match="does not fit"):
         LLM(str(tiny.checkpoint("llama")), **(SMALL | dict(kv_cache_memory_bytes=1 << 60)))
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=1000000000000\b"):
+        LLM(str(tiny.checkpoint("llama")), max_num_batched_tokens=10**12, **SMALL)
 
 
 def test_prompts_of_every_kind(llm):
@@ -336,6 +339,18 @@ def test_chat_renders_the_template_and_reuses_the_conversation(llm):
     )
     assert both[0].outputs[0].token_ids == first.outputs[0].token_ids
     assert both[0].num_cached_tokens > 0
+
+
+def test_chat_template_of_the_settings_is_a_file_or_a_text(tmp_path):
+    text = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    file = tmp_path / "own.jinja"
+    file.write_text(text)
+    for given in (str(file), text):
+        with LLM(str(tiny.checkpoint("llama")), chat_template=given, **SMALL) as llm:
+            assert llm.render_chat([{"role": "user", "content": "Hi"}])["prompt"] == "[Hi]"
+    for wrong in (str(tmp_path / "none.jinja"), "{% for"):
+        with pytest.raises(ConfigError, match="template"):
+            LLM(str(tiny.checkpoint("llama")), chat_template=wrong, **SMALL)
 
 
 def test_token_ids_alone_need_no_tokenizer():
