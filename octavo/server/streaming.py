@@ -14,6 +14,8 @@ from octavo.server.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
 
+# Ends of lines to Unicode though not to the standard: clients that split decoded text would cut an event.
+_LINE_ENDS = [(char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029"]
 _encoder = msgspec.json.Encoder()
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,7 +32,11 @@ class AsgiResponse(Protocol):
 
 def event(value: msgspec.Struct) -> bytes:
     """One server-sent event that holds `value` as JSON."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+    data = _encoder.encode(value)
+    if not data.isascii():
+        for raw, escaped in _LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 class EventStream:

@@ -67,6 +67,17 @@ def test_shape_of_the_stream(server: Running) -> None:
         assert "".join(choice["delta"].get("content", "") for choice in choices) == ANSWER
 
 
+def test_line_ends_of_unicode_cut_no_event() -> None:
+    """A client that splits the decoded text into lines, as httpx does, sees whole events."""
+    text = "a\x85b\u2028c\u2029d\x1ce"
+    with running(FakeEngine(text=text)) as server:
+        body = ASK | {"stream": True, "max_tokens": len(text.encode())}
+        with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+
+
 def test_stream_without_usage_does_not_mention_it(server: Running) -> None:
     assert all("usage" not in chunk for chunk in events(server, "/v1/chat/completions", ASK))
 
