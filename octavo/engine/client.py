@@ -21,6 +21,7 @@ import octavo
 from octavo import errors
 from octavo.config import EngineConfig
 from octavo.engine.frames import receive_frame, send_frame
+from octavo.engine.openmp import settle_waiting
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import CoreOutputs, Fatal, FromCore, ModelFacts, Ready, Shutdown, ToCore
 
@@ -81,6 +82,7 @@ class ThreadClient(CoreClient):
         self._thread.join()
 
     def _run(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        settle_waiting()
         from octavo.engine.core import EngineCore  # loads the workers' libraries
         from octavo.engine.loop import run_core
 

@@ -15,6 +15,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.frames import receive_frame, send_frame
+from octavo.engine.openmp import settle_waiting
 from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def main(fd: int) -> int:
     if first is None:
         return 0
     try:
+        settle_waiting()
         from octavo.engine.core import EngineCore
         from octavo.engine.loop import run_core
 
