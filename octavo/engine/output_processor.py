@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -124,6 +125,7 @@ class OutputProcessor:
             choice.finish_reason, choice.stop_reason = "stop", delta.stop
             if ended is None:
                 stopped.append(choice.core_id)
+                live.metrics.last_token_time = live.metrics.finished_time = time.time()
         elif ended is not None:
             choice.finish_reason, choice.stop_reason = ended, output.stop_reason
             live.error = output.error or live.error

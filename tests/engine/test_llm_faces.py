@@ -151,6 +151,8 @@ def test_stop_strings_and_choices(llm):
     ].outputs[0]
     assert cut.text == text[: text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    times = llm.generate("Numbers such as", params.clone(stop=stop), use_tqdm=False)[0].metrics
+    assert 0 < times.first_token_time <= times.last_token_time <= times.finished_time
     kept = params.clone(stop=stop, include_stop_str_in_output=True)
     assert llm.generate("Numbers such as", kept, use_tqdm=False)[0].outputs[0].text == cut.text + stop
     many = llm.generate("Numbers such as", params.clone(temperature=1.0, n=4, max_tokens=6), use_tqdm=False)[
