@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
-from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_file import GGUFFile, reads_metadata
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SAMPLING = {
@@ -30,6 +30,7 @@ _TIED_COSINE = 0.9
 _TIED_ROWS = 64
 
 
+@reads_metadata
 def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
     """The normal form of a GGUF file's model.
 
@@ -98,10 +99,10 @@ def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
                 f"{file.path}: {key} differs between layers, which is not supported: use another model"
             )
         value = int(value[0])
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
         raise ModelError(
-            f"{file.path}: metadata {file.architecture}.{key}={value!r} is not a positive integer: "
-            "convert the model again"
+            f"{file.path}: metadata {file.architecture}.{key}={value!r} is not a positive integer of "
+            "31 bits: convert the model again"
         )
     return value
 

@@ -7,12 +7,14 @@ vocabulary of 50 thousand tokens; here an array of strings is one list, one of n
 
 from __future__ import annotations
 
+import functools
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -47,6 +49,25 @@ _ARRAY_DTYPES = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
+
+
+Source = TypeVar("Source")
+Result = TypeVar("Result")
+
+
+def reads_metadata(read: Callable[[Source], Result]) -> Callable[[Source], Result]:
+    """For functions of a file or its path: a metadata value of the wrong kind becomes a ModelError."""
+
+    @functools.wraps(read)
+    def checked(source: Source) -> Result:
+        try:
+            return read(source)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ModelError(
+                f"{getattr(source, 'path', source)}: malformed GGUF metadata ({error}): convert it again"
+            ) from None
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -179,6 +200,7 @@ class GGUFFile:
         )
 
     @cached_property
+    @reads_metadata
     def tensors(self) -> dict[str, GGUFTensor]:
         """Every tensor by name, in file order, each checked to lie within the file."""
         # Here rather than at the top: the package costs a quarter of a second, and tokenizers need no tensor.

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from octavo.errors import ModelError
-from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_file import GGUFFile, reads_metadata
 from octavo.tokenization.pre_tokenizers import find_pre_tokenizer
 from octavo.tokenization.tokenizer import TokenizerParts, set_bos_eos
 
@@ -81,6 +81,7 @@ class _Vocabulary:
         return self.tokens[token_id]
 
 
+@reads_metadata
 def read_gguf_tokenizer(path: str | Path) -> TokenizerParts:
     """The tokenizer inside a GGUF file.
 

@@ -71,8 +71,8 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else detect_memory().available
     if num_bytes > free:
         raise ConfigError(
-            f"the weights need {num_bytes} bytes and {free} are free on {device}: free memory, or choose a "
-            "smaller dtype or model"
+            f"the weights need {num_bytes} bytes and {free} are free on {device}: free memory, lower "
+            "max_model_len, or choose a smaller dtype or model"
         )
 
 

@@ -51,7 +51,8 @@ class Worker:
             8192 if self.device.type == "cuda" else 2048
         )
         elements = sum(math.prod(shape) for shape in weight_shapes(self.model_config).values())
-        check_weights_fit(elements * DTYPES[self.dtype].itemsize, self.device)
+        rotary = 3 * 4 * wanted * self.model_config.rope.dim  # its float32 table, and what making it takes
+        check_weights_fit(elements * DTYPES[self.dtype].itemsize + rotary, self.device)
         try:
             self.model = build_model(
                 self.model_config,

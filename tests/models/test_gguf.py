@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.errors import ModelError
+from octavo import LLM
+from octavo.errors import ConfigError, ModelError
 from octavo.models.gguf_config import generation_config_from_gguf, model_config_from_gguf
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_quants import dequantize
@@ -19,6 +21,7 @@ from octavo.models.gguf_weights import hf_name
 from octavo.models.hf_config import model_config_from_folder
 from octavo.models.loader import iterate_weights, load_generation_config, load_model_config
 from octavo.models.locate import find_model
+from octavo.tokenization.tokenizer import load_tokenizer
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -313,3 +316,25 @@ def test_decoding_on_a_gpu_is_bit_equal(name: str) -> None:
         dequantize(raw, name, (64, block), torch.float32, torch.device(d)) for d in ("cpu", "cuda")
     )
     assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("key", [
+    "split__count", "llama__attention__sliding_window", "tokenizer__ggml__eot_token_id",
+    "general__sampling__temp", "general__alignment", "tokenizer__ggml__add_eos_token",
+    "llama__expert_count", "llama__rope__scaling__type", "llama__rope__scaling__original_context_length",
+])  # fmt: skip
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), -1.5])
+def test_metadata_of_the_wrong_kind_are_the_files_fault(key: str, value: Any, tmp_path: Path) -> None:
+    path = tiny.gguf_file("llama", tmp_path / "m.gguf", **{key: value})
+    for read in (load_model_config, load_generation_config, lambda source: load_tokenizer(source.path)):
+        try:
+            read(find_model(str(path)))
+        except ModelError as error:
+            assert str(error).startswith(str(path))
+
+
+def test_contexts_that_no_memory_holds_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    raw = json.loads((tiny.checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": (1 << 31) - 1}))
+    with pytest.raises(ConfigError, match="weights need"):
+        LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu")
