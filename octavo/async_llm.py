@@ -32,7 +32,12 @@ class AsyncLLM:
     loop only moves finished results.
     """
 
-    def __init__(self, config: EngineConfig, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self,
+        config: EngineConfig,
+        loop: asyncio.AbstractEventLoop,
+        abandoned: threading.Event | None = None,
+    ):
         """Start the engine; blocks until the model is loaded (`create` does so off the loop)."""
         self.config = config
         self._loop = loop
@@ -44,19 +49,23 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-input")
-        self._client: CoreClient = ProcessClient(config, self._on_outputs, self._on_death)
+        self._client: CoreClient = ProcessClient(config, self._on_outputs, self._on_death, abandoned)
         self._processor.facts = self._client.facts
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
 
     @classmethod
     async def create(cls, config: EngineConfig) -> AsyncLLM:
-        """Start an engine and wait until it is ready.
+        """Start an engine and wait until it is ready. Cancelling it ends the engine's process at once.
 
         Raises:
             ConfigError, ModelError: it cannot be started; one line says why.
         """
-        loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(cls, config, loop)
+        abandoned = threading.Event()
+        try:
+            return await asyncio.to_thread(cls, config, asyncio.get_running_loop(), abandoned)
+        except asyncio.CancelledError:
+            abandoned.set()
+            raise
 
     @property
     def tokenizer(self) -> Tokenizer | None:

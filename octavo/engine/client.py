@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import CoreOutputs, Fatal, FromCore, ModelFacts, Ready, Shutdown, ToCore
 
 logger = logging.getLogger(__name__)
+
+_START_POLL = 0.1  # seconds between looks at whether the start has been given up
 
 OnOutputs = Callable[[CoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
@@ -106,9 +109,18 @@ class ProcessClient(CoreClient):
 
     They share one socket pair and nothing else: no port, no name, no file. Either side's end closes
     it, which the other notices at once.
+
+    Args:
+        abandoned: set, while the core loads, to give the start up.
     """
 
-    def __init__(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath):
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: OnOutputs,
+        on_death: OnDeath,
+        abandoned: threading.Event | None = None,
+    ):
         ours, theirs = socket.socketpair()
         package = str(Path(octavo.__file__).parent.parent)
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -128,6 +140,9 @@ class ProcessClient(CoreClient):
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         try:
             send_frame(ours, self._encoder.encode(dataclasses.asdict(config)))
+            while not select.select([ours], [], [], _START_POLL)[0]:
+                if abandoned is not None and abandoned.is_set():
+                    raise EngineDeadError("the engine's start was given up")
             first = self._receive()
         except BaseException:
             self._kill()

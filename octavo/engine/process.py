@@ -37,6 +37,8 @@ def main(fd: int) -> int:
     first = receive_frame(sock)
     if first is None:
         return 0
+    inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()  # ends a load that nobody awaits
     try:
         settle_waiting()
         from octavo.engine.core import EngineCore
@@ -48,9 +50,7 @@ def main(fd: int) -> int:
         send(Fatal(type(error).__name__, str(error)))
         return 1
     send(Ready(core.facts))
-    inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
     outbox: queue.SimpleQueue[CoreOutputs | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()
     writer = threading.Thread(target=_write, args=(send, outbox), daemon=True)
     writer.start()
     code, last = 0, None

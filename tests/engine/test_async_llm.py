@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import time
 from contextlib import aclosing
 
 import pytest
@@ -18,19 +20,22 @@ SHORT = LONG.clone(max_tokens=12, output_kind=RequestOutputKind.FINAL_ONLY)
 PROMPT = [5, 6, 7]
 
 
+def settings() -> EngineConfig:
+    return EngineConfig(
+        model=str(tiny.checkpoint("llama")),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory_bytes=8 << 20,
+        check_invariants=True,
+    )
+
+
 def run(test) -> None:
     """Run a coroutine function over one engine."""
 
     async def main() -> None:
-        config = EngineConfig(
-            model=str(tiny.checkpoint("llama")),
-            dtype="float32",
-            device="cpu",
-            num_threads=1,
-            kv_cache_memory_bytes=8 << 20,
-            check_invariants=True,
-        )
-        engine = await AsyncLLM.create(config)
+        engine = await AsyncLLM.create(settings())
         try:
             await asyncio.wait_for(test(engine), 60)
         finally:
@@ -87,3 +92,27 @@ def test_news_that_cannot_be_taken_in_end_the_engine_and_not_in_silence(monkeypa
             await engine.check_health()
 
     run(test)
+
+
+def test_a_start_that_is_given_up_ends_the_loading_process(monkeypatch):
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def recorded(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(AsyncLLM.create(settings()))
+        while not started:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    begin = time.monotonic()
+    asyncio.run(cancelled())  # waits for its threads
+    assert started[0].poll() is not None
+    assert time.monotonic() - begin < 60
