@@ -1,0 +1,157 @@
+"""Random mixes of all that can happen to requests, over the pretend model: tokens, reports and counts.
+
+Each seed draws its own settings and about fifty requests (long and short, sharing beginnings, with
+priorities, stop tokens and log-probabilities), aborts, cache resets and steps that fail at launch or later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.messages import CoreOutput, CoreRequest, StepPlan, TokenLogprobs
+from octavo.sampling_params import SamplingParams
+from tests.engine import simulation as sim
+
+
+class _Failed:
+    def wait(self):
+        raise RuntimeError("pretend failure, seen late")
+
+
+class Reporting(sim.PretendExecutor):
+    """Also reports log-probabilities (minus the token, so that they can be told apart), and fails late."""
+
+    late_failures: frozenset[int] = frozenset()
+    failures: frozenset[int] = frozenset()
+
+    def execute(self, plan: StepPlan):
+        self.fail_at = plan.step_id if plan.step_id in self.failures else None
+        done = super().execute(plan)
+        if plan.step_id in self.late_failures:
+            return _Failed()
+        n = len(plan.slots)
+        done.result.logprobs = [
+            [_entry(done.result.tokens[i, 0])] if plan.samples[i] else None for i in range(n)
+        ]
+        done.result.prompt_logprobs = [self._prompt_part(plan, i) for i in range(n)]
+        return done
+
+    def _prompt_part(self, plan: StepPlan, i: int) -> list[TokenLogprobs] | None:
+        if plan.prompt_logprobs is None or plan.prompt_logprobs[i] < 0:
+            return None
+        slot, start = plan.slots[i], int(plan.start[i])
+        ends = min(start + int(plan.num_rows[i]), self.prompt_lens[int(slot)] - 1)
+        return [_entry(self.tokens[slot, p + 1]) for p in range(start, ends)]
+
+    @property
+    def prompt_lens(self) -> dict[int, int]:
+        return {a.slot: a.prompt_len for plan in self.plans for a in plan.admissions}
+
+
+def _entry(token: int) -> TokenLogprobs:
+    return TokenLogprobs([int(token)], [-float(token)], 1)
+
+
+def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore:
+    config = EngineConfig(
+        block_size=block_size,
+        max_num_seqs=draw.choice([1, 2, 4, 8]),
+        max_num_batched_tokens=draw.choice([1, 2, 7, 16, 64]),
+        async_scheduling=draw.random() < 0.6,
+        scheduling_policy=draw.choice(["fcfs", "priority"]),
+        enable_prefix_caching=draw.random() < 0.75,
+        long_prefill_token_threshold=draw.choice([0, 0, 1, 5]),
+        check_invariants=True,
+    )
+    groups = draw.choice([1, 1, 2])
+    executor = Reporting(config, num_blocks * groups, 60, groups)
+    if draw.random() < 0.5:
+        executor.failures = frozenset(draw.sample(range(100), 3))
+        executor.late_failures = frozenset(draw.sample(range(100), 3))
+    return EngineCore(config, executor)
+
+
+def _request(draw: random.Random, name: str, stem: list[int], room: int) -> CoreRequest:
+    length = draw.randint(1, draw.choice([4, room - 1]))
+    prompt = stem[:length] if draw.random() < 0.6 else draw.choices(range(sim.VOCAB), k=length)
+    count = draw.randint(1, min(room - length + 1, draw.choice([2, 30])))
+    fields: dict = {}
+    if draw.random() < 0.3:
+        fields["logprobs"] = 0
+    if draw.random() < 0.3:
+        fields["prompt_logprobs"] = 0
+    if draw.random() < 0.3:
+        fields |= dict(stop_token_ids=draw.sample(range(sim.VOCAB), 60), min_tokens=draw.randint(0, count))
+    params = SamplingParams(max_tokens=count, temperature=0.0, **fields)
+    more = dict(priority=draw.randint(-3, 3), stream=draw.random() < 0.7, cache_salt=draw.choice([None, "a"]))
+    return sim.request(name, prompt, params=params, **more)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_mix(seed):
+    draw = random.Random(seed)
+    block_size, num_blocks = draw.choice([8, 16]), draw.choice([3, 4, 6, 10])
+    core = _engine(draw, num_blocks, block_size)
+    stems = [draw.choices(range(sim.VOCAB), k=60) for _ in range(2)]
+    requests: dict[str, CoreRequest] = {}
+    outputs: dict[str, list[CoreOutput]] = defaultdict(list)
+    live: set[str] = set()
+
+    def take(news: list[CoreOutput]) -> None:
+        for output in news:
+            assert output.request_id in live, "news of a request that has ended"
+            outputs[output.request_id].append(output)
+            if output.finish_reason:
+                live.discard(output.request_id)
+
+    for _ in range(80):
+        for _ in range(draw.choice([0, 0, 1, 2]) if len(requests) < 50 else 0):
+            name = f"r{len(requests)}"
+            requests[name] = _request(draw, name, draw.choice(stems), min(59, num_blocks * block_size))
+            core.add(requests[name])
+            live.add(name)
+        if live and draw.random() < 0.08:
+            take(core.abort(draw.sample(sorted(live), draw.randint(1, len(live)))))
+        if draw.random() < 0.03:
+            core.reset_prefix_cache()
+        take(core.step())
+    for _ in range(20_000):
+        if not core.has_work:
+            break
+        take(core.step())
+    stats = core.stats()
+    assert not live
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+    done = [(requests[name], news) for name, news in outputs.items()]
+    for request, news in done:
+        _check(request, news)
+    assert stats.generation_tokens == sum(len(sim.tokens_of(news)) for _, news in done)
+    assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r, news in done if sim.tokens_of(news))
+    assert not core.scheduler._stop_uses.any()
+
+
+def _check(request: CoreRequest, news: list[CoreOutput]) -> None:
+    """One request's news, of which only the last ends it."""
+    tokens, params, last = sim.tokens_of(news), request.params, news[-1]
+    assert tokens == sim.expected(request.prompt_token_ids, len(tokens))
+    assert [output for output in news if output.finish_reason] == [last]
+    assert last.metrics is not None
+    assert bool(tokens) == (last.metrics.first_token_time > 0)
+    ends = np.flatnonzero(np.isin(tokens, params.stop_token_ids or [])) + 1
+    ends = [int(place) for place in ends if place >= params.min_tokens]
+    if last.finish_reason == "length":
+        assert len(tokens) == params.max_tokens
+    if last.finish_reason == "stop":
+        assert ends == [len(tokens)]
+    if params.logprobs is not None and tokens:
+        assert [entry.ids[0] for output in news for entry in output.logprobs or []] == tokens
+    if params.prompt_logprobs is not None and tokens:
+        [told] = [output.prompt_logprobs for output in news if output.prompt_logprobs is not None]
+        assert told[0] is None
+        assert [entry.ids[0] for entry in told[1:]] == request.prompt_token_ids[1:]
