@@ -220,7 +220,7 @@ BAD: list[dict[str, Any]] = [
     {"prompt": "a", "stop_token_ids": [tiny.VOCAB_SIZE], "min_tokens": 5},
     {"prompt": "a", "allowed_token_ids": [2**30]}, {"prompt": "a", "logprobs": 21},
     {"prompt": "a", "logprobs": -5}, {"prompt": "a", "prompt_logprobs": 10**6},
-    {"prompt": "a", "cache_salt": "a/b"}, {"prompt": "a", "cache_salt": ""},
+    *({"prompt": "a", "cache_salt": salt} for salt in ("", "x" * 129, "a/b", "a@b", "a\\b", "a\0b")),
     {"prompt": "a", "priority": 2**40}, {"prompt": "a", "min_tokens": 5000, "max_tokens": 6000},
     {"prompt": "a", "temperature": 1e300, "top_p": 2},
     {"prompt": ["a", "b", ""]}, {"prompt": "a", "bad_words": [""]},

@@ -1,0 +1,56 @@
+"""Clients of a real engine that leave at any stage: within 5 seconds nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+
+from tests import tiny
+from tests.server.test_real_engine import TEXTS, octavo, settled
+
+REQUESTS, ROUNDS = 50, 20
+POOL_TOKENS = 272  # 17 blocks of 16
+BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4
+
+
+async def leave(client: httpx.AsyncClient, rng: random.Random) -> None:
+    """Ask for a long answer, and go away: while it is queued, in prefill or in decode."""
+    body = {
+        "prompt": [rng.randrange(5, tiny.VOCAB_SIZE) for _ in range(rng.randint(1, 120))],
+        "max_tokens": 100,
+        "ignore_eos": True,
+        "stream": rng.random() < 0.5,
+    }
+    async with client.stream("POST", TEXTS, json=body) as response:
+        assert response.status_code == 200
+        async for _ in response.aiter_lines():
+            pass
+
+
+async def one_round(url: str, rng: random.Random) -> int:
+    limits = httpx.Limits(max_connections=REQUESTS)
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
+        tasks = [asyncio.create_task(leave(client, rng)) for _ in range(REQUESTS)]
+        for task in tasks:
+            asyncio.get_running_loop().call_later(rng.uniform(0.01, 0.4), task.cancel)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in outcomes:
+        assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+    return sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+
+
+def test_50_clients_leave_20_times_and_most_of_the_pool_is_there_for_the_next():
+    rng = random.Random(2)
+    with octavo(
+        "--kv-cache-memory-bytes", str(POOL_TOKENS * BYTES_PER_TOKEN), "--max-num-seqs", "8"
+    ) as server:
+        left = 0
+        for _ in range(ROUNDS):
+            left += asyncio.run(one_round(str(server.client.base_url), rng))
+            settled(server)
+        assert left > REQUESTS * ROUNDS / 2
+        choice = server.text(max_tokens=245, ignore_eos=True, return_token_ids=True)
+        assert choice["usage"]["total_tokens"] - 1 > 0.9 * POOL_TOKENS
+        assert choice["token_ids"][:48] == tiny.greedy("llama", 0)[:48]
