@@ -118,9 +118,7 @@ def main() -> None:
     )
     for count, limit in ((1, 300), (64, 1000)):
         share, total = host_share(core, count, 60)
-        print(
-            f"host share of a step, batch {count:2}: {share:6.0f} µs of {total:7.0f} µs (limit {limit})"
-        )
+        print(f"host share of a step, batch {count:2}: {share:6.0f} µs of {total:7.0f} µs (limit {limit})")
     model = transformers_model(getattr(torch, args.dtype))
     pairs = []
     for round_ in range(args.rounds + 1):
