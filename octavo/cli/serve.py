@@ -23,11 +23,10 @@ def run(args: argparse.Namespace) -> int:
     config = config_from_args(args, ServerConfig)
     engine_config = config_from_args(args, EngineConfig)
 
-    import logging
-
+    from octavo.log import configure_logging
     from octavo.server.lifecycle import serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging()
 
     async def create_engine() -> AsyncLLM:
         from octavo.async_llm import AsyncLLM

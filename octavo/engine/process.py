@@ -16,6 +16,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.frames import receive_frame, send_frame
 from octavo.engine.openmp import settle_waiting
+from octavo.log import configure_logging
 from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,6 @@ _EXIT_SECONDS = 5.0  # how long a step may still run once the front end is gone
 def main(fd: int) -> int:
     """Load the model that the front end names, serve it over the socket, end when it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides what an interrupt means
-    logging.basicConfig(
-        level=os.environ.get("OCTAVO_LOG_LEVEL", "INFO").upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
     sock = socket.socket(fileno=fd)
     encoder = msgspec.msgpack.Encoder()
 
@@ -40,6 +38,7 @@ def main(fd: int) -> int:
     inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()  # ends a load that nobody awaits
     try:
+        configure_logging()
         settle_waiting()
         from octavo.engine.core import EngineCore
         from octavo.engine.loop import run_core

@@ -86,7 +86,7 @@ async def _serve(
     try:
         engine = await starting
     except asyncio.CancelledError:
-        logger.warning("stopped while the model was loading")
+        logger.info("stopped while the model was loading")
         return 0
     service = Service(engine, config)
     server = _Server(_uvicorn_config(service))
@@ -117,11 +117,15 @@ class _Shutdown:
         if self._task is not None:
             self._hurry.set()
             return
-        logger.warning(
-            "shutting down: %d requests get up to %g s to finish (signal again to end them)",
-            len(self._service.jobs),
-            self._service.config.drain_timeout,
-        )
+        running = len(self._service.jobs)
+        if running:
+            logger.info(
+                "shutting down: %d running requests get up to %g s to finish (signal again to end them)",
+                running,
+                self._service.config.drain_timeout,
+            )
+        else:
+            logger.info("shutting down")
         self._task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
