@@ -256,6 +256,7 @@ def add_config_arguments(
         default = spec.default if spec.default is not MISSING else None
         text = meta["help"].replace("%", "%%")
         text += "" if default in (None, False) else f" Default: {default}."
+        text += "" if meta["only"] is None else f" {only_note(meta['only'])}"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if bool in members:
             group.add_argument(
@@ -275,6 +276,11 @@ def add_config_arguments(
         else:
             metavar = None if meta["choices"] else _metavar(members, meta["unit"])
             group.add_argument(_flag(spec.name), dest=spec.name, metavar=metavar, **options)
+
+
+def only_note(only: tuple[Any, ...]) -> str:
+    """What is told about a setting whose other values this version refuses."""
+    return "Not in this version." if not only[0] else f"In this version only {_listing(only)}."
 
 
 def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> Any:

@@ -64,9 +64,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words: list[str] | None = None
     """Words that may not be produced."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
     ignore_eos: bool = False
+    """Go on after the model's end-of-text tokens."""
     max_tokens: int | None = 16
-    """None: as many as the context holds."""
+    """Most tokens of the output; None: as many as the context holds."""
     min_tokens: int = 0
     """Tokens before which neither EOS nor stop_token_ids may come."""
     logprobs: int | None = None
@@ -74,13 +76,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     detokenize: bool = True
+    """False: token ids only, no text."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
+    """Without effect: the tokenizers that are supported put no spaces there."""
     logit_bias: dict[int, float] | None = None
     """Token id to a number in [-100, 100] that is added to its logit."""
     allowed_token_ids: list[int] | None = None
+    """The only tokens that may be produced."""
     structured_outputs: Any = None
-    """Not built yet: refused."""
+    """Not in this version: refused."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
