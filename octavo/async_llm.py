@@ -10,11 +10,11 @@ import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, make_config
 from octavo.engine.client import CoreClient, ProcessClient
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.errors import EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
 from octavo.models.config import ModelConfig
 from octavo.outputs import RequestOutput
@@ -26,7 +26,8 @@ _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
 
 
 class AsyncLLM:
-    """One engine for many concurrent requests of one event loop. Make it with `create`.
+    """One engine for many concurrent requests of one event loop. Make it with `create`; leaving an
+    `async with` block of it frees everything, as `shutdown` does.
 
     The core's news are detokenized on a reader thread and handed to the loop once per step, so the
     loop only moves finished results.
@@ -54,18 +55,31 @@ class AsyncLLM:
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
 
     @classmethod
-    async def create(cls, config: EngineConfig) -> AsyncLLM:
+    async def create(cls, config: EngineConfig | str | None = None, **settings: Any) -> AsyncLLM:
         """Start an engine and wait until it is ready. Cancelling it ends the engine's process at once.
+
+        Args:
+            config: all settings; or the model, with further `settings` as for `LLM`.
 
         Raises:
             ConfigError, ModelError: it cannot be started; one line says why.
         """
+        if not isinstance(config, EngineConfig):
+            config = make_config(EngineConfig, settings if config is None else {"model": config, **settings})
+        elif settings:
+            raise ConfigError(f"{next(iter(settings))} is given beside an EngineConfig: set it there")
         abandoned = threading.Event()
         try:
             return await asyncio.to_thread(cls, config, asyncio.get_running_loop(), abandoned)
         except asyncio.CancelledError:
             abandoned.set()
             raise
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
 
     @property
     def tokenizer(self) -> Tokenizer | None:

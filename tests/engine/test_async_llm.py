@@ -11,7 +11,7 @@ import pytest
 
 from octavo.async_llm import AsyncLLM
 from octavo.config import EngineConfig
-from octavo.errors import EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from tests import tiny
 
@@ -116,3 +116,18 @@ def test_a_start_that_is_given_up_ends_the_loading_process(monkeypatch):
     asyncio.run(cancelled())  # waits for its threads
     assert started[0].poll() is not None
     assert time.monotonic() - begin < 60
+
+
+def test_settings_as_keywords_and_a_block_that_frees():
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="did you mean block_size"):
+            await AsyncLLM.create(str(tiny.checkpoint("llama")), blocksize=8)
+        with pytest.raises(ConfigError, match="block_size is given beside an EngineConfig"):
+            await AsyncLLM.create(EngineConfig(), block_size=8)
+        settings = dict(dtype="float32", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20)
+        async with await AsyncLLM.create(str(tiny.checkpoint("llama")), **settings) as engine:
+            assert [len(ids) for ids in await answer(engine, "one", SHORT.clone(n=1))] == [12]
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await answer(engine, "late")
+
+    asyncio.run(main())
