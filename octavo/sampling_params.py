@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_p: float = 1.0
     """In (0, 1]; the smallest set of tokens whose probability reaches it."""
     top_k: int = 0
-    """0 or -1: all tokens."""
+    """Keeps that many of the likeliest tokens; 0 or -1: all."""
     min_p: float = 0.0
     """In [0, 1]; drops tokens less likely than min_p times the likeliest."""
     seed: int | None = None
@@ -88,6 +88,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: Any = None
     """Not in this version: refused."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each result of a stream holds: all so far, what is new, or nothing before the end."""
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _list("stop", self.stop)

@@ -92,6 +92,32 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
 
 
+def test_what_is_generated_from_the_code_is_what_the_code_says():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "tools" / "write_docs.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    hint = "run `python tools/write_docs.py`"
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == tool.settings_page(), hint
+    sampling = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    assert sampling == tool.with_table(sampling), hint
+
+
+def test_server_page_names_every_endpoint_and_metric():
+    from octavo.messages import CoreStats
+    from octavo.server.endpoints import OPERATIONS
+    from octavo.server.metrics import Metrics
+
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    metrics = Metrics(CoreStats, "m", 128).render().decode()
+    names = set(re.findall(r"^# TYPE (\S+)", metrics, re.M))
+    told = set(re.findall(r"`(vllm:\w+)`", page))
+    assert told == {name for name in names if not name.endswith("_created")}
+    endpoints = set(re.findall(r"`((?:GET|POST) /[^`]*)`", page))
+    assert endpoints == {f"{operation.method} {operation.path}" for operation in OPERATIONS}
+
+
 def test_the_readme_exists_in_two_languages_with_the_same_examples():
     english, chinese = blocks(ROOT / "README.md"), blocks(ROOT / "README.zh-CN.md")
     assert [b.language for b in english] == [b.language for b in chinese]

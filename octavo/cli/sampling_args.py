@@ -27,7 +27,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
         "sampling", "What is not given comes from the model's generation_config.json, then from the defaults."
     )
     hints = typing.get_type_hints(SamplingParams)
-    helps = _field_docs(SamplingParams)
+    helps = field_docs(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
         if field.name in INTERNAL:
             continue
@@ -70,7 +70,7 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
-def _field_docs(cls: type) -> dict[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
     """The strings that stand beneath a class's fields: documentation that Python itself doesn't keep."""
     try:
         tree = ast.parse(inspect.getsource(cls))

@@ -1,0 +1,112 @@
+"""Write the parts of the documentation that are generated from the code: run it after changing a setting.
+
+docs/settings.md as a whole, and the table of fields in docs/sampling.md (between its two comments).
+`tests/test_docs.py` fails where either differs from the code.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.cli.sampling_args import field_docs
+from octavo.config import EngineConfig, only_note
+from octavo.sampling_params import SamplingParams
+from octavo.server.config import ServerConfig
+
+DOCS = Path(__file__).parent.parent / "docs"
+BEGIN, END = "<!-- fields: begin (tools/write_docs.py) -->\n", "<!-- fields: end -->\n"
+
+HEAD = """\
+# Settings
+
+<!-- Written by tools/write_docs.py from octavo/config.py and octavo/server/config.py. -->
+
+`LLM(...)` and `AsyncLLM.create(...)` take an engine's settings as keywords (`max_model_len=2048`), commands
+as options (`--max-model-len 2048`); where a setting is on or off, `--no-…` turns it off. Amounts of tokens
+and bytes may be written `8k` (8000), `8K` (8192), `4GiB`. What this version cannot do as asked is refused by
+name.
+"""
+
+ENVIRONMENT = """\
+## Environment
+
+| variable | |
+|---|---|
+| `CUDA_VISIBLE_DEVICES` | The GPUs that `device` counts. |
+| `OCTAVO_API_KEY` | A key that clients of the server may send, besides those of `--api-key`. |
+| `OCTAVO_CACHE` | Folder of pulled models and built CPU kernels; by default `octavo` in `$XDG_CACHE_HOME` or `~/.cache`. |
+| `OCTAVO_CPU_KERNELS` | `0`: plain PyTorch instead of the C++ kernels. |
+| `OCTAVO_DEBUG` | `1`: commands show the traceback of an error. |
+| `OCTAVO_LOG_LEVEL` | `DEBUG`, `INFO` (default), `WARNING`, `ERROR` or `CRITICAL`, of `octavo serve` and every engine process. |
+"""  # noqa: E501
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _code(value: Any) -> str:
+    return "" if value is None else f"`{value}`"
+
+
+def _default(spec: Any) -> Any:
+    return spec.default if spec.default is not MISSING else spec.default_factory()
+
+
+def settings_table(cls: type) -> str:
+    """The settings of a dataclass as a Markdown table."""
+    lines = ["| setting | default | |", "|---|---|---|"]
+    for spec in fields(cls):
+        meta = spec.metadata
+        text = meta["help"]
+        if meta["choices"]:
+            text += " One of " + ", ".join(_code(choice) for choice in meta["choices"]) + "."
+        if meta["low"] is not None and meta["high"] is not None:
+            text += f" From {meta['low']} to {meta['high']}."
+        elif meta["low"] is not None:
+            text += f" At least {meta['low']}."
+        if meta["only"] is not None:
+            text += " " + only_note(meta["only"])
+        lines.append(f"| `{spec.name}` | {_code(_default(spec))} | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    engine, server = settings_table(EngineConfig), settings_table(ServerConfig)
+    return f"{HEAD}\n## Engine\n\n{engine}\n## Server\n\nOf `octavo serve`.\n\n{server}\n{ENVIRONMENT}"
+
+
+def sampling_table() -> str:
+    """The fields of SamplingParams as a Markdown table."""
+    helps, hints = field_docs(SamplingParams), typing.get_type_hints(SamplingParams)
+    lines = ["| field | default | |", "|---|---|---|"]
+    for spec in msgspec.structs.fields(SamplingParams):
+        default = spec.default
+        shown = getattr(default, "name", default)
+        assert spec.name in hints and spec.name in helps, f"{spec.name} has no documentation"
+        lines.append(f"| `{spec.name}` | {_code(shown)} | {_cell(helps[spec.name])} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """docs/sampling.md with its table as the code has it."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    assert tail, "docs/sampling.md has lost the comments around its table"
+    return f"{head}{BEGIN}\n{sampling_table()}\n{END}{tail}"
+
+
+def main() -> None:
+    (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
+    path = DOCS / "sampling.md"
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
