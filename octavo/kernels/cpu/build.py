@@ -43,9 +43,11 @@ class BuildError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Folder of built kernels: `$OCTAVO_CACHE/kernels`, else `~/.cache/octavo/kernels`."""
-    root = os.environ.get("OCTAVO_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "octavo") / "kernels"
+    """Folder of built kernels: `kernels` in $OCTAVO_CACHE, or in `octavo` of the user's cache folder."""
+    if own := os.environ.get("OCTAVO_CACHE"):
+        return Path(own) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "octavo" / "kernels"
 
 
 def find_compiler() -> str:
