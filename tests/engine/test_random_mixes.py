@@ -34,6 +34,7 @@ class Reporting(sim.PretendExecutor):
         self.fail_at = plan.step_id if plan.step_id in self.failures else None
         done = super().execute(plan)
         if plan.step_id in self.late_failures:
+            self._spoil(plan)
             return _Failed()
         n = len(plan.slots)
         done.result.logprobs = [
@@ -41,6 +42,13 @@ class Reporting(sim.PretendExecutor):
         ]
         done.result.prompt_logprobs = [self._prompt_part(plan, i) for i in range(n)]
         return done
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """The rows of a failed step hold nothing."""
+        for slot, start, rows in zip(plan.slots, plan.start, plan.num_rows, strict=True):
+            for p in range(start, start + rows):
+                for cache, table in zip(self.cache, self.tables, strict=True):
+                    cache[table[slot, p // self.block_size] * self.block_size + p % self.block_size] = ()
 
     def _prompt_part(self, plan: StepPlan, i: int) -> list[TokenLogprobs] | None:
         if plan.prompt_logprobs is None or plan.prompt_logprobs[i] < 0:
@@ -71,16 +79,16 @@ def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore
     )
     groups = draw.choice([1, 1, 2])
     executor = Reporting(config, num_blocks * groups, 60, groups)
-    if draw.random() < 0.5:
-        executor.failures = frozenset(draw.sample(range(100), 3))
-        executor.late_failures = frozenset(draw.sample(range(100), 3))
+    if draw.random() < 0.3:
+        executor.failures = frozenset(draw.sample(range(60), 3))
+        executor.late_failures = frozenset(draw.sample(range(60), 3))
     return EngineCore(config, executor)
 
 
 def _request(draw: random.Random, name: str, stem: list[int], room: int) -> CoreRequest:
     length = draw.randint(1, draw.choice([4, room - 1]))
-    prompt = stem[:length] if draw.random() < 0.6 else draw.choices(range(sim.VOCAB), k=length)
-    count = draw.randint(1, min(room - length + 1, draw.choice([2, 30])))
+    prompt = stem[:length] if draw.random() < 0.8 else draw.choices(range(sim.VOCAB), k=length)
+    count = draw.randint(1, min(room - length + 1, draw.choice([8, 50])))
     fields: dict = {}
     if draw.random() < 0.3:
         fields["logprobs"] = 0
