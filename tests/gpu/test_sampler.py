@@ -74,4 +74,4 @@ def test_the_host_never_waits(params):
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(plain.tokens[:, 0], drafted.tokens[:, 0])
+    assert torch.equal(plain.tokens, drafted.tokens[:, 0])
