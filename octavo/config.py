@@ -18,8 +18,6 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-Choice = typing.Literal
-
 
 def setting(
     default: Any,

@@ -6,7 +6,7 @@ a thread, a process or a rank. Layers above and below know each other only throu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -189,7 +189,6 @@ class StepResult:
     num_tokens: np.ndarray
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
-    extra: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

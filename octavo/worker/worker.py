@@ -15,6 +15,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv.format import KVGroup
 from octavo.kv.keys import root_key
+from octavo.layers.rotary import rope_variant
 from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
 from octavo.models.config import ModelConfig, weight_shapes
 from octavo.models.fingerprint import fingerprint
@@ -78,7 +79,11 @@ class Worker:
         loaded = time.perf_counter()
         self.groups: list[KVGroup] = self.model.kv_groups()
         self._size_cache(wanted)
-        rope = repr(self.model_config.rope) + f":{wanted}"
+        # The context's length enters only where the rotation depends on it, so that a restart with
+        # another one keeps its keys.
+        model = self.model_config
+        variant = rope_variant(model.rope, model.max_position_embeddings, wanted)
+        rope = f"{model.rope!r}:{sorted(variant.items())!r}"
         root = root_key(
             fingerprint(source, self.model_config, config.load_format, config.seed),
             self.dtype,

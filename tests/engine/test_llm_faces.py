@@ -385,5 +385,7 @@ def test_the_cache_root_is_the_same_after_a_restart_and_differs_between_models()
 
     base = root("llama")
     assert root("llama") == base
+    assert root("llama", max_model_len=100) == base
+    assert root("dynamic", max_model_len=300) != root("dynamic", max_model_len=500)
     others = [root("llama-tied"), root("llama", block_size=32), root("llama", dtype="bfloat16")]
     assert len({base, *others}) == 4
