@@ -19,6 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.messages import CoreRequest
 from octavo.models.loader import iterate_weights, load_model_config
+from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
 from octavo.sampling_params import SamplingParams
 
@@ -78,7 +79,7 @@ def transformers_model(dtype: torch.dtype):  # type: ignore[no-untyped-def]
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
     )
     model = transformers.LlamaForCausalLM(theirs).to(dtype).eval()
-    weights = dict(iterate_weights(source, config, "auto", dtype, "cpu", progress=False))
+    weights = dict(iterate_weights(source, config, targets_of(config), "auto", dtype, "cpu", progress=False))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected, (missing, unexpected)
     model.tie_weights()

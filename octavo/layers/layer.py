@@ -41,11 +41,16 @@ class BuildContext:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """Where one checkpoint tensor goes: its full shape there, and what copies this rank's piece."""
+    """Where one checkpoint tensor goes: its full shape there, and what copies this rank's piece.
+
+    `covers` makes it another spelling of the targets that it names (a fused matrix of its parts, a
+    stack of single experts): a checkpoint holds either these or it.
+    """
 
     shape: tuple[int, ...]
     load: Callable[[torch.Tensor], None]
     optional: bool = False
+    covers: tuple[str, ...] = ()
 
 
 class Layer(nn.Module, ABC):

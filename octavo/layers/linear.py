@@ -86,6 +86,16 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         super().__init__(in_features, {"": out_features}, bias)
 
 
+class ReplicatedLinear(MergedColumnParallelLinear):
+    """One matrix that every rank holds whole: `[rows, in_features]` to `[rows, out_features]`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, {"": out_features}, bias)
+
+    def part_rows(self, name: str) -> tuple[int, int]:
+        return 0, self.parts[name]
+
+
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The query, key and value projections as one matrix, split by heads.
 

@@ -23,12 +23,59 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the feed-forward (arXiv 1701.06538, 2401.04088, 2412.19437).
+
+    Attributes:
+        num_experts, top_k: routed experts, and how many of them a token visits.
+        expert_size: inner size of one routed expert.
+        layers: indexes of the layers that have experts; the others have a dense feed-forward.
+        shared_size: inner size of the expert that every token visits; 0: none.
+        scoring: "softmax" or "sigmoid" of the router's logits.
+        renormalize: whether the chosen weights are divided by their sum.
+        scale: factor of the chosen weights.
+        correction_bias: whether a learned bias is added to the scores for the choice alone.
+        num_groups, top_groups: experts lie in groups, of which a token visits only so many (1, 1: no
+            groups).
+        group_score: how a group is judged: by its "max" score, or the sum of its two best ("top2").
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    layers: tuple[int, ...]
+    shared_size: int = 0
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): sizes in elements.
+
+    `q_rank` is None where queries are not compressed.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What a family file needs to build a decoder. Sizes in elements, nothing about placement.
 
     `architecture` is the Hugging Face class name (`LlamaForCausalLM`); `dtype` the checkpoint's own
-    ("float32", "bfloat16", "float16"). `sliding_window` is set only where it narrows what a layer
-    sees. `extra` keeps the raw config for families with more to read.
+    ("float32", "bfloat16", "float16"). `windows` has each layer's sliding window in tokens (itself
+    included), None where it sees everything; empty: all layers do. `local_rope` is that of the layers
+    with a window where it differs. `extra` keeps the raw config for families with more to read.
     """
 
     architecture: str
@@ -42,6 +89,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
+    local_rope: RopeConfig | None = None
     dtype: str = "bfloat16"
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -49,10 +97,23 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each sublayer adds to the stream
+    logit_scale: float = 1.0
+    moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer in tokens, None for full attention."""
+        return self.windows or (None,) * self.num_layers
 
     @property
     def context_length(self) -> int:
@@ -69,37 +130,3 @@ class ModelConfig:
             original = int(self.rope.params["original_max_position_embeddings"])
             return max(self.max_position_embeddings, int(original * factor))
         return self.max_position_embeddings
-
-
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight of a dense decoder, under Hugging Face's names.
-
-    A tied model has no `lm_head.weight`: its output matrix is `model.embed_tokens.weight`.
-    """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (q, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, q, config.attention_out_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, size in norms.items():
-            shapes[f"{prefix}{name}.weight"] = (size,)
-        for name, (rows, columns, bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import torch
 
 from octavo.models.ahead import Job, run_ahead
-from octavo.models.config import ModelConfig, weight_shapes
+from octavo.models.config import ModelConfig
+from octavo.models.targets import Targets, canonical
 
 _CPU_CHUNK = 1 << 17  # elements that stay in a core's cache through the rounds
 _GPU_CHUNK = 1 << 26
@@ -23,9 +24,9 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as signed 32-bit
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
+    config: ModelConfig, targets: Targets, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
-    """Total elements, and every weight that the config calls for, made on `device` in `dtype`."""
+    """Total elements, and every weight that the model takes, made on `device` in `dtype`."""
     std = float(config.extra.get("initializer_range") or 0.02)
 
     def job(name: str, shape: tuple[int, ...]) -> Job:
@@ -38,7 +39,7 @@ def dummy_weights(
 
         return Job(name, math.prod(shape), make)
 
-    jobs = [job(name, shape) for name, shape in weight_shapes(config).items()]
+    jobs = [job(name, shape) for name, shape in canonical(targets).items()]
     return sum(j.numel for j in jobs), run_ahead(jobs, device)
 
 

@@ -78,7 +78,7 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        sliding_window=_window(file, positions),
+        windows=_windows(file, positions),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file),
         extra={k: v for k, v in file.metadata.items() if isinstance(v, (int, float, str))},
@@ -119,9 +119,9 @@ def _dtype(file: GGUFFile) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _window(file: GGUFFile, positions: int) -> int | None:
+def _windows(file: GGUFFile, positions: int) -> tuple[int | None, ...]:
     window = int(file.get("{arch}.attention.sliding_window", 0))
-    return window if 0 < window < positions else None
+    return (window,) * _number(file, "block_count") if 0 < window < positions else ()
 
 
 def _rope(file: GGUFFile, dim: int, positions: int) -> RopeConfig:

@@ -13,7 +13,8 @@ from octavo.models.ahead import Job, run_ahead
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.gguf_quants import dequantize
-from octavo.models.weights import check_weights, map_file
+from octavo.models.targets import Targets, check_tensors
+from octavo.models.weights import map_file
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -48,7 +49,7 @@ def hf_name(name: str) -> str | None:
 
 
 def gguf_weights(
-    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    file: GGUFFile, config: ModelConfig, targets: Targets, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     """Total elements, and the weights one by one in `dtype` on `device`.
 
@@ -68,11 +69,11 @@ def gguf_weights(
                 "use a file of a supported kind"
             )
         by_name[name] = tensor
-    names = check_weights({name: tensor.shape for name, tensor in by_name.items()}, config, file.path)
-    output = by_name.get("lm_head.weight")
-    if config.tie_word_embeddings and output is not None:
+    if config.tie_word_embeddings and (output := by_name.pop("lm_head.weight", None)) is not None:
         if output.nbytes > by_name["model.embed_tokens.weight"].nbytes:
             by_name["model.embed_tokens.weight"] = output
+    shapes = {name: tensor.shape for name, tensor in by_name.items()}
+    names = check_tensors(shapes, targets, file.path, config.architecture)
     turn = file.architecture in _PERMUTED
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if turn else {}
 

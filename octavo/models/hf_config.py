@@ -7,13 +7,13 @@ Transformers 5 writes `rope_parameters` (which holds `rope_theta`) and `dtype`; 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
+from octavo.models.hf_families import FAMILIES, Family
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ROPE_NEEDS = {
@@ -25,49 +25,6 @@ _ROPE_NEEDS = {
 _ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
 _ROPE_SIZES = ("factor", "original_max_position_embeddings")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What an architecture fixes that its config.json leaves unsaid."""
-
-    default_theta: float = 10000.0
-    qk_norm: bool = False
-    head_dim: int | None = None
-    biases: Callable[[dict[str, Any]], tuple[bool, bool, bool]] = lambda raw: (False, False, False)
-    """From the raw config: biases of q, k, v; of the attention's output; of the MLP."""
-    window: Callable[[dict[str, Any]], int | None] = lambda raw: None
-
-
-def _llama_biases(raw: dict[str, Any]) -> tuple[bool, bool, bool]:
-    attention = bool(raw.get("attention_bias", False))
-    return attention, attention, bool(raw.get("mlp_bias", False))
-
-
-def _qwen3_biases(raw: dict[str, Any]) -> tuple[bool, bool, bool]:
-    attention = bool(raw.get("attention_bias", False))
-    return attention, attention, False
-
-
-def _qwen_window(raw: dict[str, Any]) -> int | None:
-    """Qwen slides only under `use_sliding_window`, and only in layers from `max_window_layers` on."""
-    if not raw.get("use_sliding_window", False):
-        return None
-    types = raw.get("layer_types")
-    slides = (
-        "sliding_attention" in types
-        if types
-        else int(raw.get("max_window_layers", 28)) < int(raw.get("num_hidden_layers", 32))
-    )
-    return raw.get("sliding_window", 4096) if slides else None
-
-
-FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family(biases=_llama_biases),
-    "MistralForCausalLM": _Family(window=lambda raw: raw.get("sliding_window", 4096)),
-    "Qwen2ForCausalLM": _Family(biases=lambda raw: (True, False, False), window=_qwen_window),
-    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, biases=_qwen3_biases, window=_qwen_window),
-}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -171,10 +128,9 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: max_position_embeddings={positions} and rope's factor make a context of "
             f"{config.context_length} tokens: fetch the file again"
         )
-    window = family.window(raw)
-    if window is not None and int(window) < config.context_length:
-        config = replace(config, sliding_window=int(window))
-    return config
+    config = family.refine(config, raw)
+    windows = tuple(w if w is not None and w < config.context_length else None for w in family.windows(raw))
+    return replace(config, windows=windows if any(windows) else ())
 
 
 def _size(raw: dict[str, Any], key: str, where: str) -> int:
@@ -196,7 +152,7 @@ def _dtype(raw: dict[str, Any], where: str) -> str:
     return value
 
 
-def _rope(raw: dict[str, Any], family: _Family, head_dim: int, positions: int, where: str) -> RopeConfig:
+def _rope(raw: dict[str, Any], family: Family, head_dim: int, positions: int, where: str) -> RopeConfig:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
         raise ModelError(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from octavo.kv.format import KVGroup
-from octavo.layers.attention import AttentionBackend, AttentionMetadata
-from octavo.layers.attention_layer import Attention
+from octavo.kv.groups import group_layers
+from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention_layer import CachedLayer, Planner
 from octavo.models.config import ModelConfig
-from octavo.models.kv_groups import group_layers
 
 
 class CausalLM(nn.Module, ABC):
@@ -21,7 +22,7 @@ class CausalLM(nn.Module, ABC):
     """
 
     config: ModelConfig
-    _planner: AttentionBackend | None = None
+    _planners: Sequence[Planner] = ()
 
     @abstractmethod
     def forward(
@@ -29,7 +30,7 @@ class CausalLM(nn.Module, ABC):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
-        meta: AttentionMetadata,
+        meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """Hidden states after the final norm, `[rows, hidden_size]` in the model's dtype.
 
@@ -38,37 +39,43 @@ class CausalLM(nn.Module, ABC):
         Args:
             token_ids: integer `[rows]`.
             positions: int64 `[rows]`, of each token in its request.
-            kv_caches: one tensor per layer, `[num_blocks, 2, kv_heads, block_size, head_dim]`.
-            meta: the step's batch.
+            kv_caches: one tensor per attention layer, of its `KVFormat`'s shape.
+            meta: the step's batch, one entry per KV group.
         """
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, vocab_size]` of hidden states, in the model's dtype (the sampler widens)."""
 
-    def attention_layers(self) -> list[Attention]:
-        """The attention layers, in the order of their caches."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
-
-    def plan_attention(self, meta: AttentionMetadata) -> None:
-        """Let the attention backend prepare the step's schedule (fills `meta.plan`)."""
-        self._backend().plan(meta)
-
-    def prepare_capture(self, meta: AttentionMetadata) -> None:
-        """Make `meta` safe to record in a device graph."""
-        self._backend().prepare_capture(meta)
-
-    def prepare_replay(self, meta: AttentionMetadata) -> None:
-        """Refresh what a recorded graph reads, before its replay on `meta`."""
-        self._backend().prepare_replay(meta)
-
-    def _backend(self) -> AttentionBackend:
-        """One layer's backend: a plan depends on the batch and the shapes, which all layers share."""
-        if self._planner is None:
-            self._planner = self.attention_layers()[0].backend
-        return self._planner
+    def attention_layers(self) -> list[CachedLayer]:
+        """The layers with a KV cache, in the order of their caches."""
+        return [module for module in self.modules() if isinstance(module, CachedLayer)]
 
     def kv_groups(self) -> list[KVGroup]:
-        """This rank's KV groups: what one block id stands for in each, as the built layers expect."""
-        layers = self.attention_layers()
-        return group_layers([layer.sliding_window for layer in layers], layers[0].fmt)
+        """This rank's KV groups: what one block id stands for in each."""
+        return group_layers([(layer.sliding_window, layer.fmt) for layer in self.attention_layers()])
+
+    def assign_kv_groups(self) -> None:
+        """Tell the built layers which entry of the step's metadata is theirs."""
+        layers, planners = self.attention_layers(), []
+        for number, group in enumerate(self.kv_groups()):
+            for layer in group.layers:
+                layers[layer].kv_group = number
+            # One layer's backend plans for the group: a plan depends on batch and shapes, which they share.
+            planners.append(layers[group.layers[0]].backend)
+        self._planners = planners
+
+    def plan_attention(self, meta: Sequence[AttentionMetadata]) -> None:
+        """Let the attention backends prepare the step's schedule (fills each entry's `plan`)."""
+        for planner, batch in zip(self._planners, meta, strict=True):
+            planner.plan(batch)
+
+    def prepare_capture(self, meta: Sequence[AttentionMetadata]) -> None:
+        """Make `meta` safe to record in a device graph."""
+        for planner, batch in zip(self._planners, meta, strict=True):
+            planner.prepare_capture(batch)
+
+    def prepare_replay(self, meta: Sequence[AttentionMetadata]) -> None:
+        """Refresh what a recorded graph reads, before its replay on `meta`."""
+        for planner, batch in zip(self._planners, meta, strict=True):
+            planner.prepare_replay(batch)

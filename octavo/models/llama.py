@@ -7,6 +7,8 @@ residual stream travels beside the hidden states, so that each addition fuses wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -19,7 +21,6 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
-from octavo.models.kv_groups import layer_windows
 
 
 class LlamaAttention(nn.Module):
@@ -33,11 +34,13 @@ class LlamaAttention(nn.Module):
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.attn = Attention(heads, kv_heads, head_dim, rotary, self.q_norm, self.k_norm, window)
+        self.attn = Attention(
+            heads, kv_heads, head_dim, rotary, self.q_norm, self.k_norm, window, config.attention_scale
+        )
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
+        self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, meta: Sequence[AttentionMetadata]
     ) -> torch.Tensor:
         q, k, v = self.qkv_proj.split(x)
         return self.o_proj(self.attn(q, k, v, positions, cache, meta))
@@ -75,7 +78,7 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         cache: torch.Tensor,
-        meta: AttentionMetadata,
+        meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, positions, cache, meta)
@@ -91,7 +94,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position_embeddings)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, self.rotary_emb, window) for window in layer_windows(config)
+            LlamaDecoderLayer(config, self.rotary_emb, window) for window in config.layer_windows
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -100,7 +103,7 @@ class LlamaModel(nn.Module):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
-        meta: AttentionMetadata,
+        meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         x = self.embed_tokens(token_ids)
         residual: torch.Tensor | None = None
@@ -124,7 +127,7 @@ class LlamaForCausalLM(CausalLM):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
-        meta: AttentionMetadata,
+        meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         return self.model(token_ids, positions, kv_caches, meta)
 

@@ -15,6 +15,8 @@ from octavo.models.locate import ModelSource
 if TYPE_CHECKING:
     import torch
 
+    from octavo.models.targets import Targets
+
 
 def load_model_config(source: ModelSource) -> ModelConfig:
     """The architecture of a model.
@@ -43,6 +45,7 @@ def load_generation_config(source: ModelSource) -> dict[str, float | int]:
 def iterate_weights(
     source: ModelSource,
     config: ModelConfig,
+    targets: Targets,
     load_format: str,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -51,10 +54,11 @@ def iterate_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight under its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`), once each.
 
-    The set is exactly `weight_shapes(config)`: names and shapes are checked before the first is
-    yielded. A tensor is the consumer's to copy from until it asks for the next.
+    They are what `targets` (see `load_targets`) asks for: names and shapes are checked before the first
+    is yielded. A tensor is the consumer's to copy from until it asks for the next.
 
     Args:
+        targets: what the model takes.
         load_format: auto, safetensors, gguf or dummy (random weights by `seed`).
         dtype: of GGUF's and random weights; those of a folder come in the checkpoint's own type, as
             views of the mapped file on the CPU, and the consumer's copy converts them.
@@ -72,17 +76,19 @@ def iterate_weights(
         from octavo.models.dummy import dummy_weights
 
         unit = "el"
-        total, weights = dummy_weights(config, dtype, device, seed)
+        total, weights = dummy_weights(config, targets, dtype, device, seed)
     elif source.kind == "gguf" and load_format in ("auto", "gguf"):
         from octavo.models.gguf_weights import gguf_weights
 
         unit = "el"
-        total, weights = gguf_weights(GGUFFile(source.path), config, dtype, device)
+        total, weights = gguf_weights(GGUFFile(source.path), config, targets, dtype, device)
     elif source.kind == "folder" and load_format in ("auto", "safetensors"):
         from octavo.models.weights import folder_weights
 
         unit = "B"
-        total, weights = folder_weights(source.path, config, allow_bin=load_format == "auto")
+        total, weights = folder_weights(
+            source.path, targets, config.architecture, allow_bin=load_format == "auto"
+        )
     else:
         wanted = "a .gguf file" if load_format == "gguf" else "a folder with safetensors files"
         raise ModelError(

@@ -13,11 +13,10 @@ from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
 from octavo.models.registry import model_class
+from octavo.models.targets import IGNORED_SUFFIXES, missing
 from octavo.parallel.state import tensor_parallel_group
 from octavo.quantization.linear_method import linear_method
 
-# Buffers that older checkpoints store although they follow from the config.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _NAMES_SHOWN = 5
 
 
@@ -63,6 +62,7 @@ def build_model(
     with torch.no_grad():
         for name, layer in _layers(model):
             layer.create_weights(build, name)
+    model.assign_kv_groups()
     return model.eval()
 
 
@@ -78,6 +78,11 @@ def load_targets(model: CausalLM) -> dict[str, LoadTarget]:
             assert key not in targets, key
             targets[key] = target
     return targets
+
+
+def targets_of(config: ModelConfig) -> dict[str, LoadTarget]:
+    """The checkpoint tensors that a model of this config takes on one rank; nothing is allocated."""
+    return load_targets(build_model(config, dtype=torch.float32, device="meta"))
 
 
 @torch.no_grad()
@@ -109,9 +114,9 @@ def load_weights(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -
             )
         target.load(tensor)
         seen.add(name)
-    missing = [name for name, target in targets.items() if name not in seen and not target.optional]
-    if missing or unexpected:
-        kinds = (("missing", missing), ("unexpected", unexpected))
+    lacking = missing(seen, targets)
+    if lacking or unexpected:
+        kinds = (("missing", lacking), ("unexpected", unexpected))
         faults = [f"{len(names)} {what} ({_some(names)})" for what, names in kinds if names]
         raise ModelError(
             f"weights: {' and '.join(faults)}: the checkpoint is incomplete or not a "

@@ -6,20 +6,18 @@ copies it; pages behind it are the system's to drop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from octavo.errors import ModelError
-from octavo.models.config import ModelConfig, weight_shapes
 from octavo.models.hf_config import read_json
 from octavo.models.safetensors_file import StoredTensor, list_files, read_header
+from octavo.models.targets import Targets, check_tensors
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BIN_INDEX = "pytorch_model.bin.index.json"
-# Buffers that old versions of Transformers saved; they follow from the config.
-_DERIVED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 
 
 def map_file(path: Path, size: int) -> torch.Tensor:
@@ -35,63 +33,32 @@ def typed_view(data: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype)
     return piece.view(dtype)
 
 
-def check_weights(
-    found: dict[str, tuple[int, ...]], config: ModelConfig, where: Path, more: Iterable[str] = ()
-) -> list[str]:
-    """The names to load, after checking that they are just those that the config calls for.
-
-    Args:
-        found: shape of every stored tensor by name.
-        more: names that may also be stored and are left out.
-
-    Raises:
-        ModelError: a tensor is missing, has another shape, or has no place in the architecture.
-    """
-    wanted = weight_shapes(config)
-    for name, shape in wanted.items():
-        if name not in found:
-            raise ModelError(
-                f"{where}: tensor {name!r} is missing: fetch the model again, or check its config"
-            )
-        if found[name] != shape:
-            raise ModelError(
-                f"{where}: tensor {name!r} has shape {list(found[name])} where the config asks for "
-                f"{list(shape)}: check that weights and config belong together"
-            )
-    ignored = {*more, "lm_head.weight"}
-    for name in found:
-        if name not in wanted and name not in ignored and not name.endswith(_DERIVED):
-            raise ModelError(
-                f"{where}: tensor {name!r} has no place in {config.architecture}: use a checkpoint of a "
-                "supported kind"
-            )
-    return list(wanted)
-
-
 def folder_weights(
-    folder: Path, config: ModelConfig, allow_bin: bool
+    folder: Path, targets: Targets, architecture: str, allow_bin: bool
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     """Total bytes, and the weights one by one, of a checkpoint folder.
 
     Args:
+        targets: what the model takes.
+        architecture: of the model, for messages.
         allow_bin: take `pytorch_model*.bin` if there is no safetensors file.
 
     Raises:
         ModelError: no weights, a missing shard, a truncated or corrupt file, or weights other than
-            the config's.
+            the model's.
     """
     files = list_files(folder)
     if files:
-        return _safetensors(folder, files, config)
+        return _safetensors(folder, files, targets, architecture)
     if allow_bin and (bins := _bin_files(folder)):
-        return sum(p.stat().st_size for p in bins), _bins(folder, bins, config)
+        return sum(p.stat().st_size for p in bins), _bins(folder, bins, targets, architecture)
     raise ModelError(
         f"{folder}: no safetensors file: fetch the weights, or give --load-format dummy for random ones"
     )
 
 
 def _safetensors(
-    folder: Path, files: list[Path], config: ModelConfig
+    folder: Path, files: list[Path], targets: Targets, architecture: str
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     headers = [read_header(path) for path in files]
     stored: dict[str, tuple[int, ...]] = {}
@@ -102,7 +69,7 @@ def _safetensors(
                     f"{header.path}: tensor {name!r} is also in another file: remove one of the two"
                 )
             stored[name] = tensor.shape
-    wanted = set(check_weights(stored, config, folder))
+    wanted = set(check_tensors(stored, targets, folder, architecture))
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for header in headers:
@@ -132,7 +99,9 @@ def _bin_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _bins(folder: Path, files: list[Path], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _bins(
+    folder: Path, files: list[Path], targets: Targets, architecture: str
+) -> Iterator[tuple[str, torch.Tensor]]:
     states = []
     for path in files:
         try:
@@ -144,5 +113,6 @@ def _bins(folder: Path, files: list[Path], config: ModelConfig) -> Iterator[tupl
                 f"{path}: cannot be loaded safely ({reason}): fetch it again, or use safetensors"
             ) from None
     tensors = {name: tensor for state in states for name, tensor in state.items()}
-    for name in check_weights({n: tuple(t.shape) for n, t in tensors.items()}, config, folder):
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in check_tensors(shapes, targets, folder, architecture):
         yield name, tensors[name]

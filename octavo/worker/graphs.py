@@ -70,11 +70,11 @@ class DecodeGraphs:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         self._batch.fill(inputs)
-        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta[0])
+        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta)
         return self._model.compute_logits(hidden)
 
     def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor]:
-        self._model.prepare_capture(inputs.meta[0])
+        self._model.prepare_capture(inputs.meta)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._forward(inputs)

@@ -66,8 +66,8 @@ class ModelRunner:
         else:
             self.batch.fill(inputs)
             begin = time.perf_counter()
-            self.model.plan_attention(inputs.meta[0])
-            hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta[0])
+            self.model.plan_attention(inputs.meta)
+            hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
             logits = None
             if len(inputs.sample_requests):
                 logits = self.model.compute_logits(self._sampled_rows(hidden, inputs))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from octavo.kv.format import KVGroup
 from octavo.kv.keys import root_key
 from octavo.layers.rotary import rope_variant
 from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
-from octavo.models.config import ModelConfig, weight_shapes
+from octavo.models.config import ModelConfig
 from octavo.models.fingerprint import fingerprint
+from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
-from octavo.models.loading import build_model, load_weights
+from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import find_model
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
@@ -51,21 +53,21 @@ class Worker:
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
             8192 if self.device.type == "cuda" else 2048
         )
-        elements = sum(math.prod(shape) for shape in weight_shapes(self.model_config).values())
-        rotary = 3 * 4 * wanted * self.model_config.rope.dim  # its float32 table, and what making it takes
-        check_weights_fit(elements * DTYPES[self.dtype].itemsize + rotary, self.device)
+        build = partial(
+            build_model,
+            self.model_config,
+            dtype=DTYPES[self.dtype],
+            attention_backend=config.attention_backend,
+            max_model_len=wanted,
+            block_size=config.block_size,
+        )
+        self._check_size(build)
         try:
-            self.model = build_model(
-                self.model_config,
-                dtype=DTYPES[self.dtype],
-                device=self.device,
-                attention_backend=config.attention_backend,
-                max_model_len=wanted,
-                block_size=config.block_size,
-            )
+            self.model = build(device=self.device)
             weights = iterate_weights(
                 source,
                 self.model_config,
+                load_targets(self.model),
                 config.load_format,
                 DTYPES[self.dtype],
                 self.device,
@@ -143,6 +145,14 @@ class Worker:
                 f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it"
             )
         return asked
+
+    def _check_size(self, build: Callable[..., CausalLM]) -> None:
+        """Refuse a model that is larger than the memory that is free, by its shapes alone."""
+        shapes = build(device="meta", attention_backend="torch")
+        tensors = {t.data_ptr() or id(t): t for t in (*shapes.parameters(), *shapes.buffers())}
+        # Making a rotary table takes twice its own size more.
+        rotary = sum(2 * t.nbytes for name, t in shapes.named_buffers() if name.endswith("cos_sin"))
+        check_weights_fit(sum(t.nbytes for t in tensors.values()) + rotary, self.device)
 
     def _size_cache(self, wanted: int) -> None:
         """Profile the largest step, allocate the cache, settle `max_model_len`."""

@@ -28,6 +28,7 @@ def transformers_model(default_model) -> Any:
     import transformers
 
     from octavo.models.loader import iterate_weights, load_model_config
+    from octavo.models.loading import targets_of
     from octavo.models.locate import find_model
 
     source = find_model(str(default_model))
@@ -41,7 +42,9 @@ def transformers_model(default_model) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(theirs).float().eval()
-    weights = dict(iterate_weights(source, config, "auto", torch.float32, "cpu", progress=False))
+    weights = dict(
+        iterate_weights(source, config, targets_of(config), "auto", torch.float32, "cpu", progress=False)
+    )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected
     model.tie_weights()
@@ -83,7 +86,7 @@ def test_64_greedy_tokens_are_those_of_transformers(llm, transformers_model):
 
 def octavo_model(path: Any) -> Any:
     from octavo.models.loader import iterate_weights, load_model_config
-    from octavo.models.loading import build_model, load_weights
+    from octavo.models.loading import build_model, load_weights, targets_of
     from octavo.models.locate import find_model
 
     source = find_model(str(path))
@@ -91,7 +94,10 @@ def octavo_model(path: Any) -> Any:
     model = build_model(
         config, dtype=torch.float32, device="cpu", attention_backend="cpu", max_model_len=1024, block_size=16
     )
-    load_weights(model, iterate_weights(source, config, "auto", torch.float32, "cpu", progress=False))
+    load_weights(
+        model,
+        iterate_weights(source, config, targets_of(config), "auto", torch.float32, "cpu", progress=False),
+    )
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from octavo.layers.attention import AttentionMetadata
@@ -13,8 +15,8 @@ class PagedRun:
 
     def __init__(self, model: CausalLM, requests: int, max_len: int, seed: int = 0):
         self.model = model
-        (group,) = model.kv_groups()
-        fmt = group.format
+        layers = model.attention_layers()
+        fmt = layers[0].fmt
         self.block_size = fmt.block_size
         per_request = -(-max_len // self.block_size)
         num_blocks = requests * per_request + 1
@@ -22,8 +24,10 @@ class PagedRun:
         self.device = next(model.parameters()).device
         # NaN: a row that is read before it is written shows.
         self.caches = [
-            torch.full((num_blocks, *fmt.layer_block_shape()), float("nan"), dtype=dtype, device=self.device)
-            for _ in group.layers
+            torch.full(
+                (num_blocks, *layer.fmt.layer_block_shape()), float("nan"), dtype=dtype, device=self.device
+            )
+            for layer in layers
         ]
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.tables = order.view(requests, per_request).int()
@@ -53,13 +57,14 @@ class PagedRun:
             max_query_len=max(map(len, rows.values())),
             max_seq_len=max(lens),
         )
+        metas = [replace(meta) for _ in self.model.kv_groups()]
         with torch.inference_mode():
-            self.model.plan_attention(meta)
+            self.model.plan_attention(metas)
             hidden = self.model(
                 torch.tensor(tokens + [0] * padding, **to),
                 torch.tensor(positions + [0] * padding, **to),
                 self.caches,
-                meta,
+                metas,
             )
             logits = self.model.compute_logits(hidden)[: len(tokens)].float().cpu()
         return dict(zip(rows, logits.split([len(ids) for ids in rows.values()]), strict=True))

@@ -20,6 +20,7 @@ from octavo.models.gguf_quants import dequantize
 from octavo.models.gguf_weights import hf_name
 from octavo.models.hf_config import model_config_from_folder
 from octavo.models.loader import iterate_weights, load_generation_config, load_model_config
+from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
 from octavo.tokenization.tokenizer import load_tokenizer
 from tests import tiny
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     source = find_model(str(path))
     config = load_model_config(source)
-    return dict(iterate_weights(source, config, "auto", dtype, "cpu", progress=False))
+    return dict(iterate_weights(source, config, targets_of(config), "auto", dtype, "cpu", progress=False))
 
 
 def _decodable() -> list[str]:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from octavo.errors import ModelError
-from octavo.models.config import weight_shapes
 from octavo.models.hf_config import (
     generation_config_from_folder,
     model_config_from_dict,
     model_config_from_folder,
 )
+from octavo.models.loading import targets_of
+from octavo.models.targets import canonical
 from tests import tiny
 
 LLAMA: dict[str, Any] = {
@@ -50,7 +51,7 @@ def test_reads_what_transformers_writes(variant: str) -> None:
     state = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
-    assert weight_shapes(config) == state
+    assert canonical(targets_of(config)) == state
     assert config.qk_norm == variant.startswith("qwen3")
 
 
@@ -146,7 +147,7 @@ def test_head_defaults() -> None:
                 "use_sliding_window": True,
                 "max_window_layers": 1,
             },
-            1024,
+            (None, 1024),
         ),
         (
             {
@@ -161,7 +162,7 @@ def test_head_defaults() -> None:
     ],
 )
 def test_sliding_window_only_where_it_narrows(changes: dict[str, Any], window: int | None) -> None:
-    assert config_of(**changes).sliding_window == window
+    assert config_of(**changes).layer_windows == (window if isinstance(window, tuple) else (window, window))
 
 
 @pytest.mark.parametrize(

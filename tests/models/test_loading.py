@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from octavo.errors import ModelError
-from octavo.models.config import ModelConfig, RopeConfig, weight_shapes
-from octavo.models.kv_groups import kv_groups, layer_windows
-from octavo.models.loading import build_model, load_targets, load_weights
+from octavo.models.config import ModelConfig, RopeConfig
+from octavo.models.loading import build_model, load_weights, targets_of
 from octavo.models.registry import model_class
+from octavo.models.targets import canonical
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -35,23 +35,7 @@ def build(config: ModelConfig = CONFIG, **settings):
 
 
 def weights(config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(shape) for name, shape in weight_shapes(config).items()}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True},
-        {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
-        {"qk_norm": True, "architecture": "Qwen3ForCausalLM"},
-    ],
-)
-def test_model_takes_just_the_weights_of_its_config(changes: dict):
-    config = replace(CONFIG, **changes)
-    targets = load_targets(build(config, device="meta"))
-    assert {n: t.shape for n, t in targets.items() if not t.optional} == weight_shapes(config)
+    return {name: torch.randn(shape) for name, shape in canonical(targets_of(config)).items()}
 
 
 def test_every_parameter_is_filled():
@@ -109,28 +93,11 @@ def test_unknown_architecture():
         model_class("GPT9ForCausalLM")
 
 
-def test_kv_groups_of_config_and_model_agree():
-    qwen = {"use_sliding_window": True, "max_window_layers": 1}
-    cases = {
-        (None, None): CONFIG,
-        (12, 12): replace(CONFIG, sliding_window=12),
-        (None, 12): replace(CONFIG, sliding_window=12, architecture="Qwen2ForCausalLM", extra=qwen),
-        (12, None): replace(
-            CONFIG,
-            sliding_window=12,
-            architecture="Qwen3ForCausalLM",
-            extra={**qwen, "layer_types": ["sliding_attention", "full_attention"]},
-        ),
-    }
-    names: set[str] = set()
-    for windows, config in cases.items():
-        assert tuple(layer_windows(config)) == windows
-        (group,) = kv_groups(config, "bfloat16", 8)
-        model = build(config, device="meta", dtype=torch.bfloat16, block_size=8)
-        assert model.kv_groups() == [group]
-        assert group.sliding_window == (windows[0] if windows[0] == windows[1] else None)
-        assert [layer.sliding_window for layer in model.attention_layers()] == list(windows)
-        assert group.layers == (0, 1)
-        names.add(group.name)
-        assert group.block_bytes() == 2 * (2 * 2 * 8 * 4 * 2)
-    assert names == {"full", "sliding_12", "full_1.sliding.12", "full_0.sliding.12"}
+@pytest.mark.parametrize("windows", [(), (12, 12), (None, 12), (12, None)])
+def test_layers_get_their_windows_and_groups(windows: tuple[int | None, ...]):
+    model = build(replace(CONFIG, windows=windows), device="meta", dtype=torch.bfloat16, block_size=8)
+    layers = model.attention_layers()
+    assert [layer.sliding_window for layer in layers] == list(windows or (None, None))
+    for number, group in enumerate(model.kv_groups()):
+        for index in group.layers:
+            assert layers[index].kv_group == number

@@ -1,0 +1,77 @@
+"""A checkpoint's tensors against what a built model takes, by name and shape, before any is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from octavo.errors import ModelError
+from octavo.layers.layer import LoadTarget
+
+# Buffers that older checkpoints store although they follow from the config.
+IGNORED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".self_attn.bias",
+    ".self_attn.masked_bias",
+)
+
+Targets = Mapping[str, LoadTarget]
+
+
+def canonical(targets: Targets) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor that a complete checkpoint holds, in one spelling."""
+    return {
+        name: target.shape for name, target in targets.items() if not target.optional and not target.covers
+    }
+
+
+def missing(given: Iterable[str], targets: Targets) -> list[str]:
+    """Tensors that a checkpoint with the names `given` lacks."""
+    have = set(given)
+    for name in list(have):
+        have.update(targets[name].covers)
+    return [name for name in canonical(targets) if name not in have]
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]],
+    targets: Targets,
+    where: Path,
+    architecture: str,
+    left_out: Iterable[str] = (),
+) -> list[str]:
+    """The names to load, after checking that they are just those that the model takes.
+
+    Args:
+        found: shape of every stored tensor by name.
+        targets: what the model takes.
+        where: the file or folder, for messages.
+        architecture: of the model, for messages.
+        left_out: names that may also be stored and are not wanted.
+
+    Raises:
+        ModelError: a tensor is missing, given in two spellings, has another shape, or has no place.
+    """
+    names = [name for name in found if name in targets]
+    for name in missing(names, targets):
+        raise ModelError(f"{where}: tensor {name!r} is missing: fetch the model again, or check its config")
+    skip = set(left_out)
+    for name, shape in found.items():
+        if name not in targets:
+            if name in skip or name.endswith(IGNORED_SUFFIXES):
+                continue
+            raise ModelError(
+                f"{where}: tensor {name!r} has no place in {architecture}: use a checkpoint of a "
+                "supported kind"
+            )
+        if shape != targets[name].shape:
+            raise ModelError(
+                f"{where}: tensor {name!r} has shape {list(shape)} where the config asks for "
+                f"{list(targets[name].shape)}: check that weights and config belong together"
+            )
+        for other in targets[name].covers:
+            if other in found:
+                raise ModelError(f"{where}: {other!r} is given again by {name!r}: remove one of the two")
+    return names
