@@ -6,14 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                         OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
+    wait_for_previous(OVERLAP)
     gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + SIZE + cols, mask=mask, other=0.0)
     # SiLU is rounded before the product, as unfused layers do.

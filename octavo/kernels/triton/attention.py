@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 LOG2E = 1.4426950408889634
 # A tile of the decode kernel holds (rows of a request) x (query heads of a KV head).
@@ -129,6 +129,7 @@ def _paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, request - first_request, split); SPLIT False promises that `splits` is 1.
 
@@ -137,6 +138,7 @@ def _paged_decode_kernel(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = MAX_ROWS * GROUP
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)
     slot = tl.program_id(1)
     request = first_request + slot
@@ -209,11 +211,12 @@ def _paged_prefill_kernel(
     q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile): a tile is BLOCK_M // GROUP rows of one request."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)
     # Later rows have longer contexts: starting with them leaves short tiles to fill the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)

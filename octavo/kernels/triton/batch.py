@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher
+from octavo.kernels.triton.launch import Launcher, wait_for_previous
 
 _BLOCK = 256
 
@@ -15,8 +15,9 @@ _BLOCK = 256
 @triton.jit
 def _gather_rows_kernel(
     slots_ptr, starts_ptr, computed_ptr, table_ptr, ids_ptr, positions_ptr, ends_ptr, lens_ptr, stride,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     i = tl.program_id(0)
     slot = tl.load(slots_ptr + i)
     first = tl.load(computed_ptr + slot)
@@ -37,8 +38,9 @@ def _gather_rows_kernel(
 def _map_blocks_kernel(
     slots_ptr, starts_ptr, ends_ptr, table_ptr, rows_ptr, mapping_ptr, stride, rows_stride, block_size,
     columns,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     i = tl.program_id(0)
     slot = tl.load(slots_ptr + i)
     table = table_ptr + slot * stride
@@ -58,7 +60,8 @@ def _map_blocks_kernel(
 
 
 @triton.jit
-def _append_tokens_kernel(slots_ptr, ends_ptr, tokens_ptr, table_ptr, tokens_stride, stride):
+def _append_tokens_kernel(slots_ptr, ends_ptr, tokens_ptr, table_ptr, tokens_stride, stride, OVERLAP: tl.constexpr):
+    wait_for_previous(OVERLAP)
     i = tl.program_id(0)
     place = tl.load(slots_ptr + i) * stride + tl.load(ends_ptr + i)
     tl.store(table_ptr + place, tl.load(tokens_ptr + i * tokens_stride))

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import functools
+
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 Grid = tuple[int, int, int]
 
@@ -24,11 +29,32 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
+@functools.cache
+def overlaps(device: int) -> bool:
+    """Whether kernels on a device may start before the one ahead of them ends."""
+    import os
+    if os.environ.get("NO_PDL"): return False
+    return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Lets the next kernel be started, and waits until the one before has written its results."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
 class Launcher:
     """One kernel with its compiled variants.
 
     The kernel's parameters are, in this order: tensors, integers it is specialized on, scalars it is
-    not (floats, and integers under `do_not_specialize`), constants.
+    not (floats, and integers under `do_not_specialize`), constants, and last the constant OVERLAP.
+
+    With OVERLAP (programmatic dependent launch, from Hopper on) a kernel is started while the one
+    before it on the stream still runs, and must call `wait_for_previous(OVERLAP)` in every program before
+    it touches anything that is written on the stream: then the one before it is complete, and by its own
+    wait every earlier one.
     """
 
     def __init__(self, kernel: Any):
@@ -45,8 +71,9 @@ class Launcher:
         num_warps: int,
     ) -> None:
         """Launches on the current stream; compiles a variant that is met for the first time."""
+        device = tensors[0].get_device()
         key = (
-            tensors[0].get_device(),
+            device,
             num_warps,
             integers,
             constants,
@@ -54,8 +81,11 @@ class Launcher:
         )
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *integers, *scalars, *constants)
+            compiled[grid](*tensors, *integers, *scalars, *constants, overlaps(device))
             return
-        compiled = self.kernel[grid](*tensors, *integers, *scalars, *constants, num_warps=num_warps)
+        overlap = overlaps(device)
+        options = {"launch_pdl": True} if overlap else {}
+        args = (*tensors, *integers, *scalars, *constants, overlap)
+        compiled = self.kernel[grid](*args, num_warps=num_warps, **options)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._compiled[key] = compiled

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 MAX_ROWS = 4
 
@@ -16,6 +16,7 @@ def _few_rows_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, weight_row, out_row,
     ROWS: tl.constexpr, ROWS_P2: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program p: BLOCK_OUT outputs of all rows. Products stay per lane; one reduction ends the program."""
     out_at = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -24,12 +25,21 @@ def _few_rows_linear_kernel(
     w_ptr = weight_ptr + out_at.to(tl.int64)[:, None] * weight_row + lanes[None, :]
     x_at = x_ptr + rows[:, None] * x_row + lanes[None, :]
     acc = tl.zeros([ROWS_P2, BLOCK_OUT, BLOCK_IN], tl.float32)
+    EVEN: tl.constexpr = IN % BLOCK_IN == 0 and OUT % BLOCK_OUT == 0
+    # No kernel writes weights: the first are on their way while the kernel before this one ends.
+    w_mask = (out_at < OUT)[:, None] & (lanes < IN)[None, :]
+    if EVEN:
+        w = tl.load(w_ptr, eviction_policy="evict_first")
+    else:
+        w = tl.load(w_ptr, mask=w_mask, other=0.0, eviction_policy="evict_first")
+    wait_for_previous(OVERLAP)
     for start in range(0, IN, BLOCK_IN):
-        if IN % BLOCK_IN == 0 and OUT % BLOCK_OUT == 0:
-            w = tl.load(w_ptr + start, eviction_policy="evict_first")
-        else:
-            w_mask = (out_at < OUT)[:, None] & (start + lanes < IN)[None, :]
-            w = tl.load(w_ptr + start, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        if start > 0:
+            if EVEN:
+                w = tl.load(w_ptr + start, eviction_policy="evict_first")
+            else:
+                w_mask = (out_at < OUT)[:, None] & (start + lanes < IN)[None, :]
+                w = tl.load(w_ptr + start, mask=w_mask, other=0.0, eviction_policy="evict_first")
         if IN % BLOCK_IN == 0 and ROWS == ROWS_P2:
             x = tl.load(x_at + start)
         else:

@@ -6,15 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 
 @triton.jit
 def _write_kv_kernel(
     k_ptr, v_ptr, cache_ptr, slot_ptr, k_row, k_head, v_row, v_head, cache_block,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
@@ -79,11 +80,12 @@ def _rotary_write_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, cache_block, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, g): the g-th group of BLOCK_H heads; query groups come first, then KV groups."""
     HALF: tl.constexpr = ROT_DIM // 2
     Q_GROUPS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     angles = cos_sin_ptr + tl.load(position_ptr + row) * ROT_DIM

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, ceil_div
+from octavo.kernels.triton.launch import Launcher, ceil_div, wait_for_previous
 
 
 @triton.jit
@@ -55,9 +55,10 @@ def _first_largest(values, indices):
 @triton.jit(do_not_specialize=["steps"])
 def _choose_kernel(
     logits_ptr, temperature_ptr, k0_ptr, k1_ptr, value_ptr, index_ptr, logits_stride, vocab, steps,
-    BLOCK: tl.constexpr, NOISE: tl.constexpr,
+    BLOCK: tl.constexpr, NOISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, c): the best entry of the c-th `steps` blocks of the vocabulary."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = 0.0
@@ -92,7 +93,8 @@ def _choose_kernel(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _reduce_kernel(value_ptr, index_ptr, out_ptr, parts, BLOCK: tl.constexpr):
+def _reduce_kernel(value_ptr, index_ptr, out_ptr, parts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     value = tl.load(value_ptr + row * parts + lanes, mask=lanes < parts, other=float("-inf"))
