@@ -102,6 +102,10 @@ class Sampler:
             return SampleOutput(tokens)
         return SampleOutput(tokens, self._logprobs(logits, slots, tokens))
 
+    def is_greedy(self, slots: np.ndarray) -> bool:
+        """Whether all rows take the likeliest token and report nothing else of it."""
+        return not self._needs(slots)
+
     def _needs(self, slots: np.ndarray) -> int:
         """What the rows need, all together; remembered while the same slots come with the same settings."""
         key = (self.state.version, slots.tobytes())

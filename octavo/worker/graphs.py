@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from octavo.kernels import ops
 from octavo.messages import StepPlan
 from octavo.worker.input_batch import InputBatch, StepInputs
 
@@ -25,8 +26,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Owns the graphs of steps in which every request has one row, by padded batch size.
 
-    A graph reads the batch's buffers, gathers the inputs, runs the model and leaves the logits at a
-    fixed place. The first step of a size runs eagerly, on the padded inputs, and is then recorded
+    A graph reads the batch's buffers, gathers the inputs, runs the model, leaves the logits at a fixed
+    place, and takes and appends the likeliest token of every request that samples: all that a step of
+    greedy requests needs. Where others take part, the sampler chooses from the logits and its tokens
+    are written over those. The first step of a size runs eagerly, on the padded inputs, and is then recorded
     (recording executes nothing); later ones are replayed. Bounds that the host would know better for
     one step (the longest context) are those of the engine, so that a graph serves any step.
     """
@@ -44,7 +47,7 @@ class DecodeGraphs:
         self._kv_caches = kv_caches
         self._max_model_len = max_model_len
         self._sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
 
     def size_for(self, plan: StepPlan) -> int | None:
@@ -54,30 +57,34 @@ class DecodeGraphs:
             return None
         return next(size for size in self._sizes if size >= n)
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits `[size, vocab]` of a padded step; overwritten by the next one."""
+    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[size, vocab]` and likeliest tokens int32 `[size]` of a padded step; the next one overwrites
+        both."""
         size = len(inputs.slots)
         recorded = self._graphs.get(size)
         if recorded is not None:
-            graph, logits = recorded
+            graph, logits, tokens = recorded
             graph.replay()
-            return logits
+            return logits, tokens
         for meta in inputs.meta:
             meta.max_seq_len = self._max_model_len
-        logits = self._forward(inputs)
+        results = self._forward(inputs)
         self._graphs[size] = self._record(inputs)
-        return logits
+        return results
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self._batch.fill(inputs)
         hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta)
-        return self._model.compute_logits(hidden)
+        logits = self._model.compute_logits(hidden)
+        tokens = ops.argmax(logits).to(torch.int32)
+        self._batch.append_all(inputs, tokens)
+        return logits, tokens
 
-    def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor]:
+    def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
         self._model.prepare_capture(inputs.meta)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._forward(inputs)
+            logits, tokens = self._forward(inputs)
         self._pool = graph.pool()
         logger.debug("recorded a graph for %d requests", len(inputs.slots))
-        return graph, logits
+        return graph, logits, tokens

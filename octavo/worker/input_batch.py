@@ -102,6 +102,7 @@ class InputBatch:
         self._slot_mappings = [_zeros((max_rows,), torch.int64, device) for _ in groups]
         self._block_rows = [_zeros((max_num_seqs, columns), torch.int32, device) for _ in groups]
         self._slots = _zeros((max_num_seqs,), torch.int64, device)
+        self._append_slots = _zeros((max_num_seqs,), torch.int64, device)
         self._starts = _zeros((max_num_seqs + 1,), torch.int32, device)
         self._ends = _zeros((max_num_seqs,), torch.int64, device)
         self._seq_lens = _zeros((max_num_seqs,), torch.int32, device)
@@ -183,6 +184,10 @@ class InputBatch:
         """Append one token (int32 `[m]`) to each request that sampled, after its `sample_ends`."""
         self._kernels.append_tokens(inputs.sample_slots, ends, tokens, self.token_table)
 
+    def append_all(self, inputs: StepInputs, tokens: torch.Tensor) -> None:
+        """Append one token (int32 `[size]`, one per request, padding included) to each that samples."""
+        self._kernels.append_tokens(self._append_slots[: len(tokens)], inputs.ends, tokens, self.token_table)
+
     def sample_ends(self, inputs: StepInputs) -> torch.Tensor:
         """int64 `[m]`, tokens known to each request that samples."""
         sampling = self._layout.sampling if self._layout is not None else None
@@ -196,18 +201,23 @@ class InputBatch:
         starts = np.concatenate(([0], np.cumsum(plan.num_rows, dtype=np.int64), np.full(padding, rows)))
         sample_requests = np.flatnonzero(plan.samples)
         everyone = len(sample_requests) == n
-        slots_d, starts_d, sampling_d, last_d = self._send(
-            np.concatenate((plan.slots, np.full(padding, self._padding_slot))),
+        slots = np.concatenate((plan.slots, np.full(padding, self._padding_slot)))
+        slots_d, append_d, starts_d, sampling_d, last_d = self._send(
+            slots,
+            slots
+            if everyone
+            else np.where(np.append(plan.samples, [True] * padding), slots, self._padding_slot),
             starts,
             sample_requests,
             starts[sample_requests + 1] - 1,
         )
         self._slots[:size].copy_(slots_d)
+        self._append_slots[:size].copy_(append_d)
         self._starts[: size + 1].copy_(starts_d)
         total = rows + padding
         for mapping in self._slot_mappings:
             mapping[rows:total].fill_(-1)
-        slots, seq_lens = self._slots[:size], self._seq_lens[:size]
+        slots_view, seq_lens = self._slots[:size], self._seq_lens[:size]
         inputs = StepInputs(
             token_ids=self._token_ids[:total],
             positions=self._positions[:total],
@@ -225,13 +235,13 @@ class InputBatch:
                 )
                 for block_rows, mapping in zip(self._block_rows, self._slot_mappings, strict=True)
             ],
-            slots=slots,
+            slots=slots_view,
             starts=self._starts[: size + 1],
             ends=self._ends[:size],
             num_requests=n,
             max_seq_len=0,
             sample_requests=sample_requests,
-            sample_slots=slots[:n] if everyone else slots_d[sampling_d],
+            sample_slots=slots_view[:n] if everyone else slots_d[sampling_d],
             sample_rows=None if rows == n and everyone else last_d,
         )
         return _Layout(key, inputs, None if everyone else sampling_d)

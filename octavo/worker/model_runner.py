@@ -18,6 +18,7 @@ from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
+from octavo.worker.transfer import TokenTransfer
 
 
 class ModelRunner:
@@ -50,6 +51,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
+        self._transfer = TokenTransfer(max_num_seqs, device)
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
@@ -62,7 +64,13 @@ class ModelRunner:
         inputs = self.batch.layout(plan, graph_size)
         hidden: torch.Tensor | None = None
         if self.graphs is not None and graph_size is not None:
-            logits: torch.Tensor | None = self._sampled_rows(self.graphs.run(inputs), inputs)
+            rows, greedy = self.graphs.run(inputs)
+            if len(inputs.sample_requests) == inputs.num_requests and self.verifier.sampler.is_greedy(
+                plan.slots
+            ):
+                chosen = VerifyOutput(greedy[: inputs.num_requests], None, None, None)
+                return LaunchedStep(plan, inputs.sample_requests, chosen, None, self._transfer)
+            logits: torch.Tensor | None = self._sampled_rows(rows, inputs)
         else:
             self.batch.fill(inputs)
             begin = time.perf_counter()
@@ -79,7 +87,7 @@ class ModelRunner:
         if plan.prompt_logprobs is not None:
             assert hidden is not None  # such steps are never replayed
             packed = self._prompt_logprobs(plan, inputs, hidden)
-        return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self.device)
+        return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
 
     def _sampled_rows(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """Of `[rows, …]`, those that yield a token."""
@@ -143,24 +151,22 @@ class LaunchedStep:
         sample_requests: np.ndarray,
         sampled: VerifyOutput | None,
         prompt: _PromptPart | None,
-        device: torch.device,
+        transfer: TokenTransfer,
     ):
         self._plan = plan
         self._sample_requests = sample_requests
         self._logprobs = sampled.logprobs if sampled is not None else None
         self._prompt = prompt
-        self._tokens = self._num_tokens = self._logprob_data = self._prompt_data = None
+        self._num_tokens = self._logprob_data = self._prompt_data = None
+        self._tokens, self._event = transfer.start(None if sampled is None else sampled.tokens)
         if sampled is not None:
-            self._tokens = _to_host(sampled.tokens)
             if sampled.num_tokens is not None:
                 self._num_tokens = _to_host(sampled.num_tokens)
             if sampled.logprobs is not None:
                 self._logprob_data = _to_host(sampled.logprobs.data)
         if prompt is not None and prompt.packed is not None:
             self._prompt_data = _to_host(prompt.packed.data)
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
+        if self._event is not None:
             self._event.record()
 
     def wait(self) -> StepResult:

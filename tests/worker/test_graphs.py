@@ -24,11 +24,14 @@ class Replay:
     graphs: Any
     inputs: StepInputs
     logits: torch.Tensor
+    tokens: torch.Tensor
 
     def replay(self) -> None:
         for meta in self.inputs.meta:  # a graph keeps the bounds that it was recorded with
             meta.max_seq_len, meta.plan = self.graphs._max_model_len, None
-        self.logits.copy_(self.graphs._forward(self.inputs))
+        logits, tokens = self.graphs._forward(self.inputs)
+        self.logits.copy_(logits)
+        self.tokens.copy_(tokens)
 
 
 @pytest.fixture
@@ -36,11 +39,12 @@ def replayed(monkeypatch) -> list[int]:
     """The engine thinks it has graphs; the sizes that were recorded."""
     sizes: list[int] = []
 
-    def record(self: DecodeGraphs, inputs: StepInputs) -> tuple[Any, torch.Tensor]:
+    def record(self: DecodeGraphs, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
         sizes.append(len(inputs.slots))
         vocab = self._model.config.vocab_size
         logits = torch.full((len(inputs.slots), vocab), float("nan"))
-        return Replay(self, inputs, logits), logits
+        tokens = torch.full((len(inputs.slots),), -1, dtype=torch.int32)
+        return Replay(self, inputs, logits, tokens), logits, tokens
 
     monkeypatch.setattr(DecodeGraphs, "_record", record)
 

@@ -10,8 +10,9 @@ from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_fo
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                         OVERLAP: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, x_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE

@@ -60,7 +60,9 @@ def _map_blocks_kernel(
 
 
 @triton.jit
-def _append_tokens_kernel(slots_ptr, ends_ptr, tokens_ptr, table_ptr, tokens_stride, stride, OVERLAP: tl.constexpr):
+def _append_tokens_kernel(
+    slots_ptr, ends_ptr, tokens_ptr, table_ptr, tokens_stride, stride, OVERLAP: tl.constexpr
+):
     wait_for_previous(OVERLAP)
     i = tl.program_id(0)
     place = tl.load(slots_ptr + i) * stride + tl.load(ends_ptr + i)

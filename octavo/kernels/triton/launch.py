@@ -33,7 +33,9 @@ def power_of_2(n: int) -> int:
 def overlaps(device: int) -> bool:
     """Whether kernels on a device may start before the one ahead of them ends."""
     import os
-    if os.environ.get("NO_PDL"): return False
+
+    if os.environ.get("NO_PDL"):
+        return False
     return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
