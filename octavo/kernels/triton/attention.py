@@ -287,7 +287,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Tile of the decode kernel: enough bytes in flight for the memory, two programs a multiprocessor."""
     if dtype == torch.float32:
         return TileConfig(0, 32, 2, 4) if head_dim <= 128 else TileConfig(0, 16, 2, 8)
-    return TileConfig(0, 64 if head_dim <= 128 else 32, 3, 4)
+    return TileConfig(0, 128 if head_dim <= 128 else 32, 3, 4)
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
@@ -300,7 +300,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 # A split shorter than this costs more in partial results than it gains in parallelism.
-MIN_CHUNK = 128
+MIN_CHUNK = 512
 MAX_SPLITS = 64
 
 
