@@ -87,8 +87,15 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
 
-    def __init__(self, num_heads: int, fmt: KVFormat, scale: float, sliding_window: int | None = None):
-        super().__init__(num_heads, fmt, scale, sliding_window)
+    def __init__(
+        self,
+        num_heads: int,
+        fmt: KVFormat,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ):
+        super().__init__(num_heads, fmt, scale, sliding_window, softcap)
         self.group = num_heads // fmt.num_kv_heads
 
     def _fits_decode(self, max_query_len: int) -> bool:
@@ -154,12 +161,13 @@ class TritonAttention(AttentionBackend):
             kernels.paged_decode(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
-                self.scale, self.sliding_window,
+                self.scale, self.sliding_window, self.softcap,
             )  # fmt: skip
         if plan.prefill_from < meta.num_requests:
             kernels.paged_prefill(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
-                plan.prefill_from, meta.num_requests, plan.prefill_rows, self.scale, self.sliding_window,
+                plan.prefill_from, meta.num_requests, plan.prefill_rows,
+                self.scale, self.sliding_window, self.softcap,
             )  # fmt: skip
         return out
 

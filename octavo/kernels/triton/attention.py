@@ -9,6 +9,9 @@ one tile, so that K and V are read once per group.
 Grids come from what the host knows (shapes and upper bounds), never from device data; programs
 without work leave early. A launch recorded in a CUDA graph therefore serves any lengths below the
 bounds it was recorded with.
+
+Under a sliding window both start at the block of the first position that any row of theirs sees:
+earlier blocks may belong to another request by now, and neither they nor their table entries are read.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.activation import tanh
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
 
 LOG2E = 1.4426950408889634
@@ -30,13 +34,15 @@ MAX_DECODE_TILE = 64
 
 @triton.jit
 def _kv_steps(
-    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One pass of online softmax over context positions `begin..end` (exclusive).
 
+    Scores times `scale_log2` are the exponents of the softmax in base 2. With CAPPED, scores are first
+    replaced by `tanh(scores * cap_scale)`: see `_score_scales`.
     MASKED False promises that every row sees every position of the range and that its length is a
     multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
     """
@@ -58,6 +64,8 @@ def _kv_steps(
         else:
             k = tl.load(k_ptr)
         scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if CAPPED:
+            scores = tanh(scores * cap_scale)
         if MASKED:
             seen = (pos[None, :] <= row_pos[:, None]) & (pos < end)[None, :]
             if WINDOW > 0:
@@ -124,11 +132,12 @@ def _combine_splits(
 @triton.jit(do_not_specialize=["first_request", "splits", "table_row"])
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
-    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2,
-    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, request - first_request, split); SPLIT False promises that `splits` is 1.
 
@@ -173,8 +182,8 @@ def _paged_decode_kernel(
     acc, row_max, row_sum = _kv_steps(
         acc, row_max, row_sum, q, begin, end, context - rows + row,
         table_ptr + request.to(tl.int64) * table_row, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
-        cache_block, scale_log2,
-        WINDOW, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+        cache_block, scale_log2, cap_scale,
+        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM,
         BLOCK_N, BLOCK_D, STAGES, PRECISION,
     )  # fmt: skip
     if used == 1:
@@ -206,10 +215,10 @@ def _paged_decode_kernel(
 @triton.jit(do_not_specialize=["first_request", "num_requests", "table_row"])
 def _paged_prefill_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr,
-    q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2,
-    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile): a tile is BLOCK_M // GROUP rows of one request."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -258,12 +267,12 @@ def _paged_prefill_kernel(
         # Positions that every row of the tile sees need no mask.
         begin = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _kv_steps(
-            acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2,
-            WINDOW, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+            acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
+            WINDOW, CAPPED, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _kv_steps(
-        acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2,
-        WINDOW, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+        acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
+        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
     )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     out_tile = out_ptr + at_row[:, None] * out_row + head[:, None] * HEAD_DIM + dims[None, :]
@@ -331,13 +340,21 @@ _paged_decode = Launcher(_paged_decode_kernel)
 _paged_prefill = Launcher(_paged_prefill_kernel)
 
 
+def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`scale_log2` and `cap_scale` of the kernels: the exponents of softmax are `scale * scores`, or
+    `softcap * tanh(scale * scores / softcap)` (Gemma 2, arXiv 2408.00118)."""
+    if softcap is None:
+        return scale * LOG2E, 0.0
+    return softcap * LOG2E, scale / softcap
+
+
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @functools.cache
 def _decode_constants(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int,
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
@@ -347,7 +364,7 @@ def _decode_constants(
     block_s = max(1, min(MAX_SPLITS, 8192 // (block_t * block_d)))
     min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
-        window, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
+        window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
         max(16, block_t), cfg.block_n, block_d, block_t, block_s, cfg.stages, _precision(dtype),
     )  # fmt: skip
 
@@ -367,6 +384,7 @@ def paged_decode(
     counters: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     config: TileConfig | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
@@ -382,19 +400,21 @@ def paged_decode(
         partials, counters: see `decode_workspace_sizes`; counters are zero before and after.
         scale: of the scores.
         window: positions a row sees, itself included; None: all.
+        softcap: scaled scores become `softcap * tanh(scores / softcap)`; None: they stay.
         config: tile shape; None: the measured default.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
     cfg = config or decode_config(head_dim, q.dtype)
     constants = _decode_constants(
-        heads, kv_heads, head_dim, block_size, q.dtype, window or 0, max_rows, splits > 1, cfg, MIN_CHUNK
-    )
+        heads, kv_heads, head_dim, block_size, q.dtype, window or 0, softcap is not None,
+        max_rows, splits > 1, cfg, MIN_CHUNK,
+    )  # fmt: skip
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
         (q, cache, out, query_start, seq_lens, block_table, partials, counters),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, splits, block_table.stride(0), scale * LOG2E),
+        (first_request, splits, block_table.stride(0), *_score_scales(scale, softcap)),
         constants,
         cfg.warps,
     )
@@ -412,6 +432,7 @@ def paged_prefill(
     max_rows: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     config: TileConfig | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), of any number of rows each.
@@ -429,10 +450,10 @@ def paged_prefill(
         (kv_heads, tiles, 1),
         (q, cache, out, query_start, seq_lens, block_table),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, num_requests, block_table.stride(0), scale * LOG2E),
+        (first_request, num_requests, block_table.stride(0), *_score_scales(scale, softcap)),
         (
-            window or 0, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n, power_of_2(head_dim),
-            cfg.stages, _precision(q.dtype),
+            window or 0, softcap is not None, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n,
+            power_of_2(head_dim), cfg.stages, _precision(q.dtype),
         ),
         cfg.warps,
     )  # fmt: skip
