@@ -41,7 +41,7 @@ def test_experts(shape: tuple[int, int, int, int, int, int | None], dtype: torch
 
 
 def test_only_crowded_experts_leave_the_kernel() -> None:
-    """One expert has 40 rows, the others at most 20: two products leave the kernel, whatever the rows' order."""
+    """One expert has 40 rows, the others at most 20: two products leave the kernel."""
     if not ops.available():
         pytest.skip(ops.why_not())
     case = moe_cases.make(40, 8, 2, 32, 24, torch.float32)

@@ -18,10 +18,10 @@ from octavo.kernels import ops
 from octavo.kernels.cpu.ops import differ, dtype_code, library, row_stride
 from octavo.kernels.reference_moe import Linear
 
-# Rows of one expert up to which the kernel wins. Measured on a busy AVX2 machine with one thread, kernel
-# against `linear`: float32 2 to 3 times as fast at 2 to 16 rows, 1.4 at 32 and 64, level beyond; bfloat16 (where
-# `linear` widens a slice of weights once for all rows, and the kernel for every three) 1.5 to 2.5 times at 1
-# to 4, 1.15 at 8, 0.85 at 16.
+# Rows of one expert up to which the kernel wins. Measured on a busy AVX2 machine with one thread, against
+# `linear`: in float32 2 to 3 times as fast at 2 to 16 rows, 1.4 at 32 and 64, level beyond; in bfloat16,
+# where `linear` widens a slice of weights once for all rows and the kernel for every three, 1.5 to 2.5 times
+# at 1 to 4 rows, 1.15 at 8, 0.85 at 16.
 FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
 
 
