@@ -37,7 +37,7 @@ def ragged_batch(
         table[i, :count] = blocks
         position = torch.arange(context)
         slot = blocks[position // size] * size + position % size if context else position
-        kv = torch.randn(context, 2, fmt.num_kv_heads, fmt.head_dim, generator=g)
+        kv = torch.randn(context, *fmt.layer_block_shape()[:2], fmt.head_dim, generator=g)
         cache[slot // size, :, :, slot % size] = kv
         slots.append(slot[context - rows :])
     starts = torch.tensor([0] + [rows for rows, _ in shapes]).cumsum(0)
