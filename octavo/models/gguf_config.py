@@ -45,12 +45,7 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
     if family is None or file.get("{arch}.expert_count", 0):
         shown = f"{arch} with experts" if family else arch
         raise ModelError(
-            f"{file.path}: GGUF architecture {shown!r} is not supported: use a file of {', '.join(FAMILIES)}"
-        )
-    if int(file.get("split.count", 1)) > 1:
-        raise ModelError(
-            f"{file.path}: one of {file.get('split.count')} parts of a model: join them with "
-            "`llama-gguf-split --merge` and give the result"
+            f"{file.path}: GGUF architecture {arch!r} is not supported: use a file of {', '.join(FAMILIES)}"
         )
     tensors = file.tensors
     if "token_embd.weight" not in tensors:

@@ -14,10 +14,10 @@ from octavo.models.config import ModelConfig
 from octavo.models.gguf_families import FAMILIES, TOP_NAMES, GGUFFamily
 from octavo.models.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.gguf_quants import dequantize
+from octavo.models.mapped_file import MappedFile
 from octavo.models.targets import Targets, check_tensors
-from octavo.models.weights import map_file
 
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 _QK_NAME = re.compile(r"self_attn\.([qk])_proj\.")
 # Rotary frequencies: part of the config here (gguf_config), not weights.
 _ROTARY = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -61,13 +61,16 @@ def gguf_weights(
     names = check_tensors(shapes, targets, file.path, config.architecture)
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.permuted else {}
 
-    data = map_file(file.path, file.path.stat().st_size)
+    files = {part.path: MappedFile(part.path, part.size) for part in file.parts}
 
     def job(name: str) -> Job:
         tensor = by_name[name]
 
         def make() -> torch.Tensor:
-            raw = data[tensor.offset : tensor.offset + tensor.nbytes]
+            with files[tensor.path].reading(tensor.offset, tensor.nbytes) as raw:
+                return decode(raw)
+
+        def decode(raw: torch.Tensor) -> torch.Tensor:
             match = _QK_NAME.search(name)
             if match and heads:
                 raw = _unpermute(raw, tensor.shape[0], heads[match[1]])

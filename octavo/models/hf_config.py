@@ -6,14 +6,13 @@ Transformers 5 writes `rope_parameters` (which holds `rope_theta`) and `dtype`; 
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES, Family
+from octavo.models.json_file import read_json
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ROPE_NEEDS = {
@@ -25,23 +24,6 @@ _ROPE_NEEDS = {
 _ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
 _ROPE_SIZES = ("factor", "original_max_position_embeddings")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelError: unreadable, or not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}): give a complete model folder") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error}): fetch the file again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds {type(value).__name__}, not a JSON object: fetch the file again")
-    return value
 
 
 def model_config_from_folder(folder: Path) -> ModelConfig:

@@ -23,7 +23,7 @@ from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
-from octavo.models.locate import find_model
+from octavo.models.locate import configured_model
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
@@ -46,7 +46,7 @@ class Worker:
         self.config = config
         self.device = choose_device(config.device)
         threads = set_threads(config, self.device)
-        source = find_model(config.model)
+        source = configured_model(config)
         self.model_config = load_model_config(source)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         wanted = self._wanted_length(self.model_config)

@@ -240,8 +240,8 @@ def test_wrong_shape_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "metadata, words",
     [
-        ({"llama__expert_count": 8}, "llama with experts"),
-        ({"split__count": 3}, "one of 3 parts"),
+        ({"qwen2__expert_count": 8}, "'qwen2' with experts"),
+        ({"split__count": 3}, "part 1 of 3 of a model, which its name"),
         ({"llama__rope__scaling__type": "spiral"}, "'spiral'"),
     ],
 )
