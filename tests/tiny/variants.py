@@ -69,8 +69,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "longrope": ("Llama", {"rope_parameters": {**_FACTORS, "original_max_position_embeddings": 4}}, 0),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}, 0),
+    "mistral-window": ("Mistral", {"sliding_window": 21, "head_dim": 32}, 0),
     "qwen2": ("Qwen2", {}, 0),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}, 73),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+        6,
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}, 1),
     "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, 151),
 }
