@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -28,7 +29,7 @@ class LatentShape(ctypes.Structure):
 
 
 @functools.cache
-def _functions() -> tuple[ctypes._CFuncPtr, ctypes._CFuncPtr]:
+def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
     """The kernels that attend and that write."""
     p, n, i, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
     attend, write = library().octavo_latent_attention, library().octavo_latent_write
