@@ -9,7 +9,6 @@ token, otherwise the adjacent pair whose joined token has the lowest rank is joi
 
 from __future__ import annotations
 
-import base64
 import binascii
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ _OLD_SPECIAL_TOKENS = (
     "[TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] "
     "[/SYSTEM_PROMPT] [TOOL_CONTENT]"
 ).split()
-_SPELLED = {byte: chr(char) for char, byte in BYTES.items() if byte < 256}
+_SPELLED = "".join(chr(char) for char, byte in sorted(BYTES.items(), key=lambda item: item[1]) if byte < 256)
 
 
 def tekken_backend(file: Path, content: dict[str, Any]) -> tuple[Backend, dict[str, str]]:
@@ -73,10 +72,11 @@ def _build(file: Path, content: dict[str, Any]) -> tuple[Backend, dict[str, str]
     for rank, token in enumerate(ranked):
         if vocabulary.setdefault(token, rank + len(special)) != rank + len(special):
             raise _corrupt(file, f"the token of rank {rank} occurs twice")
-    missing = set(_SPELLED.values()) - set(ranked)
+    known = set(ranked)
+    missing = set(_SPELLED) - known
     if missing:
         raise _corrupt(file, f"{len(missing)} of the 256 bytes have no token")
-    merges = ranked_merges(((rank, token) for rank, token in enumerate(ranked)), set(ranked))
+    merges = ranked_merges(enumerate(ranked), known)
     try:
         backend = Backend(BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
         split = pre_tokenizers.Split(Regex(config["pattern"]), "isolated")
@@ -119,11 +119,12 @@ def _ranked(file: Path, entries: list[dict[str, Any]]) -> list[str]:
     for rank, entry in enumerate(entries):
         if entry.get("rank", rank) != rank:
             raise _corrupt(file, f"the token at place {rank} has the rank {entry['rank']}")
+        encoded = entry["token_bytes"]
         try:
-            data = base64.b64decode(entry["token_bytes"], validate=True)
-        except (binascii.Error, ValueError, TypeError) as error:
+            data = binascii.a2b_base64(encoded)
+        except (binascii.Error, ValueError) as error:
             raise _corrupt(file, f"the bytes of token {rank} are not base64: {error}") from None
-        if not data:
-            raise _corrupt(file, f"token {rank} is empty")
-        ranked.append("".join([_SPELLED[byte] for byte in data]))
+        if not data or binascii.b2a_base64(data, newline=False).decode() != encoded:
+            raise _corrupt(file, f"the bytes of token {rank} are not base64, or none")
+        ranked.append(data.decode("latin-1").translate(_SPELLED))
     return ranked
