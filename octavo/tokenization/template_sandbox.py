@@ -29,7 +29,7 @@ CHARS_PER_CHAR = 16
 MAX_WIDTH = 1000
 _MAX_BITS = 1 << 14
 _STEPS_PER_LOOK = 64
-_MAX_SEARCH = 1 << 34
+_MAX_SEARCH = 1 << 30
 _MAX_SLOW = 1 << 16
 # Numbers with this many digits in a format are widths or precisions beyond MAX_WIDTH.
 _WIDE = re.compile(r"\d{4,}|\*")
@@ -47,11 +47,13 @@ class _Meter:
         self._written = self._added = self._steps = 0
         self._end = time.thread_time() + MAX_SECONDS
 
-    def step(self) -> None:
-        """Count one loop step, call or operator."""
-        self._steps += 1
-        if self._steps % _STEPS_PER_LOOK == 0 and time.thread_time() > self._end:
-            raise TemplateLimitError(f"it runs longer than {MAX_SECONDS:g} seconds")
+    def step(self, cost: int = 1) -> None:
+        """Count a loop step, call or operator (or work that takes as long as `cost` of them)."""
+        self._steps += cost
+        if self._steps >= _STEPS_PER_LOOK:
+            self._steps = 0
+            if time.thread_time() > self._end:
+                raise TemplateLimitError(f"it runs longer than {MAX_SECONDS:g} seconds")
 
     def size(self, chars: int) -> None:
         """Refuse to make a value of so many characters."""
@@ -67,7 +69,9 @@ class _Meter:
         if isinstance(value, str):
             self.size(len(value))
         elif isinstance(value, _CONTAINERS):
-            self.size(_weight(value, self.max_chars))
+            weight = _weight(value, self.max_chars)
+            self.size(weight)
+            self.step(weight >> 10)
         return value
 
     def added(self, left: Any, right: Any) -> None:
@@ -304,7 +308,7 @@ def _check_product(meter: _Meter, left: Any, right: Any) -> None:
     if isinstance(left, int):
         left, right = right, left
     if isinstance(right, int):
-        meter.size(_weight(left, meter.max_chars) * max(right, 0))
+        meter.size((len(left) if isinstance(left, str) else _weight(left, meter.max_chars)) * max(right, 0))
 
 
 def _check_number(what: str, value: Any) -> None:
