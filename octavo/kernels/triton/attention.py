@@ -28,8 +28,6 @@ from octavo.kernels.triton.activation import tanh
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
 
 LOG2E = 1.4426950408889634
-# A tile of the decode kernel holds (rows of a request) x (query heads of a KV head).
-MAX_DECODE_TILE = 64
 
 
 @triton.jit
@@ -289,6 +287,23 @@ class TileConfig:
     warps: int
 
 
+# Shared memory that a program of each tile takes, as compiled for capability 8.0 / 9.0, in KiB (limits: 163
+# on 8.0, 99 on 8.6 and 8.9, 227 on 9.0). Sizes in between are padded to the next power of 2. Windows and
+# softcaps need no more. `benchmarks/compile_gpu_kernels.py` prints them.
+#
+#   head size          64       128      256
+#   decode, 2 bytes    21/21    39/39    41/41     up to 16 lanes; 64 lanes: 57/81 for 128, 68/96 for 256
+#   decode, float32    22/22    42/42    49/49     up to 16 lanes; 32 lanes: 52/52 for 128, 66/66 for 256
+#   prefill, 2 bytes   33/49    65/97    68/192
+#   prefill, float32   20/20    36/36    33/33
+
+
+def max_decode_tile(dtype: torch.dtype) -> int:
+    """Lanes of the decode kernel's largest tile: (rows of a request) x (query heads of a KV head). More would
+    spill registers, and in float32 not fit the shared memory of every device."""
+    return 32 if dtype == torch.float32 else 64
+
+
 def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Tile of the decode kernel: enough bytes in flight for the memory, two programs a multiprocessor."""
     if dtype == torch.float32:
@@ -296,13 +311,24 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(0, 64 if head_dim <= 128 else 32, 3, 4)
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """Tile of the prefill kernel."""
+def prefill_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
+    """Tile of the prefill kernel, for a device with `shared_memory` bytes in each multiprocessor."""
     if dtype == torch.float32:
-        return TileConfig(32, 32, 1, 4) if head_dim <= 128 else TileConfig(16, 16, 1, 8)
+        if head_dim > 128:
+            return TileConfig(16, 16, 1, 8)
+        return TileConfig(32, 32, 1, 8 if head_dim > 64 else 4)
     if head_dim <= 128:
         return TileConfig(128, 64, 3, 8)
-    return TileConfig(128, 64, 2, 8)
+    # The large tile takes 192 KiB, and on 8.0, where results lie in registers alone, spills.
+    return TileConfig(128, 64, 2, 8) if shared_memory >= 192 << 10 else TileConfig(64, 32, 2, 8)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor; a program can have 1 KiB less."""
+    if device.type != "cuda":
+        return 228 << 10  # the interpreter, and compilation without a device: as capability 9.0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 # A split shorter than this costs more in partial results than it gains in parallelism.
@@ -395,7 +421,7 @@ def paged_decode(
         out: `[rows, heads, head_dim]`, contiguous in its last two dimensions; rows of requests
             with an empty context are left as they are.
         query_start, seq_lens, block_table: as in `AttentionMetadata` (int32).
-        max_rows: `max_rows * heads / kv_heads` is at most `MAX_DECODE_TILE`.
+        max_rows: `max_rows * heads / kv_heads` is at most `max_decode_tile`.
         splits: programs per context, at most `MAX_SPLITS` (`choose_splits`).
         partials, counters: see `decode_workspace_sizes`; counters are zero before and after.
         scale: of the scores.
@@ -442,7 +468,7 @@ def paged_prefill(
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or prefill_config(head_dim, q.dtype)
+    cfg = config or prefill_config(head_dim, q.dtype, _shared_memory(q.device))
     group = heads // kv_heads
     block_m = max(cfg.block_m, power_of_2(group))
     tiles = max_rows // (block_m // group) + (num_requests - first_request)
