@@ -27,6 +27,9 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels.triton import activation, attention, linear, norm, rotary_kv, sampling
 
+# Shared memory of a multiprocessor by compute capability: it decides between tiles.
+_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+
 
 class _StandInDriver:
     """Answers what compilation asks of a driver."""
@@ -77,6 +80,7 @@ def _attention_case(
     block: int,
     window: int | None,
     rows: int,
+    softcap: float | None = None,
 ) -> Callable[[], None]:
     def call() -> None:
         requests = 32
@@ -90,10 +94,12 @@ def _attention_case(
             for splits in (1, 4):
                 attention.paged_decode(
                     q, cache, out, starts, lens, table, 0, requests, rows, splits,
-                    torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window,
+                    torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window, softcap,
                 )  # fmt: skip
         else:
-            attention.paged_prefill(q, cache, out, starts, lens, table, 3, requests, len(q), 0.1, window)
+            attention.paged_prefill(
+                q, cache, out, starts, lens, table, 3, requests, len(q), 0.1, window, softcap
+            )
 
     return call
 
@@ -127,26 +133,43 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         name = f"paged_{kind} {str(dtype)[6:]} {shape}"
         found.append((name, _attention_case(kind, dtype, heads, kv_heads, dim, block, window, rows)))
 
+    for kind, dtype, heads, kv_heads, dim, window, rows in [  # Gemma 2
+        ("decode", bf16, 8, 4, 256, 4096, 1),
+        ("decode", bf16, 16, 8, 128, None, 1),
+        ("prefill", bf16, 8, 4, 256, 4096, 64),
+        ("prefill", bf16, 8, 4, 256, None, 64),
+        ("prefill", f32, 8, 4, 256, 4096, 64),
+    ]:
+        name = f"paged_{kind} {str(dtype)[6:]} {heads}/{kv_heads}x{dim} window {window} rows {rows} capped"
+        found.append((name, _attention_case(kind, dtype, heads, kv_heads, dim, 16, window, rows, 50.0)))
+
     x = torch.empty(4, 4096, dtype=bf16)
     weight = torch.empty(4096, dtype=bf16)
+    wide = torch.empty(4096)
     found.append(("rms_norm", lambda: norm.rms_norm(x, weight, 1e-6)))
     found.append(("add_rms_norm", lambda: norm.add_rms_norm(x, x.clone(), weight, 1e-6)))
+    found.append(("add_rms_norm, float32 weight", lambda: norm.add_rms_norm(x, x.clone(), wide, 1e-6)))
+    found.append(("layer_norm", lambda: norm.layer_norm(x, weight, weight, 1e-5)))
+    found.append(("add_layer_norm", lambda: norm.add_layer_norm(x, x.clone(), weight, None, 1e-5)))
     found.append(("silu_and_mul", lambda: activation.silu_and_mul(x)))
+    found.append(("gelu_tanh_and_mul", lambda: activation.gelu_tanh_and_mul(x)))
+    found.append(("softcap", lambda: activation.softcap(x, 30.0)))
     positions, slots = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    for heads, kv_heads, dim, rot, normed in [
-        (32, 8, 128, 128, False),
-        (16, 8, 128, 128, True),
-        (32, 32, 80, 32, True),
+    for heads, kv_heads, dim, rot, norm_dtype in [
+        (32, 8, 128, 128, None),
+        (16, 8, 128, 128, bf16),
+        (32, 32, 80, 32, bf16),
+        (4, 1, 256, 256, f32),
     ]:
         qkv = torch.empty(4, (heads + 2 * kv_heads) * dim, dtype=bf16)
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
         q, k, v = q.view(4, heads, dim), k.view(4, kv_heads, dim), v.view(4, kv_heads, dim)
         cache = torch.empty(2, 2, kv_heads, 16, dim, dtype=bf16)
-        w = torch.empty(dim, dtype=bf16) if normed else None
+        w = None if norm_dtype is None else torch.empty(dim, dtype=norm_dtype)
         rotate = functools.partial(
             rotary_kv.rotary_and_write_kv, q, k, v, torch.empty(64, rot), positions, cache, slots, w, w
         )
-        found.append((f"rotary_and_write_kv {heads}/{kv_heads}x{dim} rot {rot} norm {normed}", rotate))
+        found.append((f"rotary_and_write_kv {heads}/{kv_heads}x{dim} rot {rot} norm {norm_dtype}", rotate))
         write = functools.partial(rotary_kv.write_kv, k, v, cache, slots)
         found.append((f"write_kv {kv_heads}x{dim}", write))
     for rows, size_in, size_out in [(1, 4096, 6144), (1, 14336, 4096), (4, 4096, 28672), (3, 576, 1536)]:
@@ -171,7 +194,10 @@ def main() -> int:
     parser.add_argument("--capability", type=int, default=90, help="compute capability, as 90 for 9.0")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     args = parser.parse_args()
+    if args.capability not in _SHARED_KIB:
+        parser.error(f"--capability {args.capability} is not known: use one of {sorted(_SHARED_KIB)}")
     triton.runtime.driver.set_active(_StandInDriver(args.capability))
+    attention._shared_memory = lambda device: _SHARED_KIB[args.capability] << 10
     compiled: list[Any] = []
     run = JITFunction.run
 

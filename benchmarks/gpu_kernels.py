@@ -118,13 +118,13 @@ class Batch:
         counters = torch.zeros(sizes[1], dtype=torch.int32, device="cuda")
         return lambda: attention.paged_decode(
             self.q, self.cache, self.out, self.starts, self.lens, self.table, 0, n, max_rows, splits,
-            partials, counters, self.scale, None, config,
+            partials, counters, self.scale, config=config,
         )  # fmt: skip
 
     def prefill(self, config: attention.TileConfig | None = None) -> Callable[[], None]:
         return lambda: attention.paged_prefill(
             self.q, self.cache, self.out, self.starts, self.lens, self.table, 0, len(self.rows),
-            sum(self.rows), self.scale, None, config,
+            sum(self.rows), self.scale, config=config,
         )  # fmt: skip
 
     def kv_bytes(self) -> int:

@@ -50,7 +50,9 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-input")
-        self._client: CoreClient = ProcessClient(config, self._on_outputs, self._on_death, abandoned)
+        self._client: CoreClient = ProcessClient(
+            self._processor.config, self._on_outputs, self._on_death, abandoned
+        )
         self._processor.facts = self._client.facts
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
 

@@ -29,6 +29,7 @@ def setting(
     only: tuple[Any, ...] | None = None,
     unit: str | None = None,
     positional: bool = False,
+    secret: bool = False,
 ) -> Any:
     """Declare one setting.
 
@@ -40,11 +41,12 @@ def setting(
         only: values that this version supports of a setting whose other values come later.
         unit: "bytes" or "tokens": accepts suffixes (8k, 4GiB) on the command line and in strings.
         positional: a positional argument of the command.
+        secret: is left out where the settings are shown.
     """
     meta = dict(help=help, choices=choices, low=low, high=high, only=only, unit=unit, positional=positional)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata=meta, repr=not secret)
 
 
 @dataclass
@@ -53,12 +55,26 @@ class EngineConfig:
 
     model: str | None = setting(
         None,
-        "Folder in Hugging Face's layout, or GGUF file. Without one, the embedded default model that "
+        "Folder in Hugging Face's layout, GGUF file (of a split model any part), or hub id (`org/name`; for "
+        "GGUF files `org/name:Q4_K_M` or `org/name/file.gguf`). Without one, the embedded default model that "
         "`octavo pull` brings.",
         positional=True,
     )
     tokenizer: str | None = setting(
-        None, "Folder or GGUF file to read the tokenizer from, if not the model's."
+        None, "Folder, GGUF file or hub id to read the tokenizer from, if not the model's."
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a model from the hub; by default its main branch."
+    )
+    tokenizer_revision: str | None = setting(None, "Branch, tag or commit of a tokenizer from the hub.")
+    download_dir: str | None = setting(
+        None, "Folder that models from the hub are kept in, instead of the hub's own cache (HF_HUB_CACHE)."
+    )
+    hf_token: bool | str | None = setting(
+        None,
+        "Token for the hub's private and gated models; by default HF_TOKEN, or the login that the hub's own "
+        "tools stored.",
+        secret=True,
     )
     skip_tokenizer_init: bool = setting(False, "Work with token ids only: no tokenizer is loaded.")
     trust_remote_code: bool = setting(
@@ -66,8 +82,9 @@ class EngineConfig:
     )
     load_format: str = setting(
         "auto",
-        "Where weights come from: by the files found, or `dummy` for random weights from the config alone.",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        "Where weights come from: by the files found (auto), safetensors, PyTorch's own files (pt; read "
+        "without running what they hold), a GGUF file, or the config alone for random weights (dummy).",
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
     )
     dtype: str = setting(
         "auto",

@@ -58,7 +58,7 @@ class LLM:
         self._chat_template = load_chat_template(template) if template else None
         self._processor = InputProcessor(self.config)
         self._news: queue.SimpleQueue[CoreOutputs | EngineDeadError] = queue.SimpleQueue()
-        self._client = ThreadClient(self.config, self._news.put, self._news.put)
+        self._client = ThreadClient(self._processor.config, self._news.put, self._news.put)
         self._close = weakref.finalize(self, self._client.close)
         self._processor.facts = self._client.facts
         self._outputs = OutputProcessor(self._processor.tokenizer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from octavo.kv.capacity import token_capacity
 from octavo.kv.format import KVGroup
 from octavo.sampling_params import SamplingParams
 
@@ -119,7 +120,8 @@ class Admission:
         token_ids: int32, all known tokens (prompt, then what was generated before preemption).
         prompt_len: how many of them are the prompt.
         num_computed: tokens whose KV the cache already holds.
-        block_ids: per KV group, the ids of the blocks that the request holds now.
+        block_ids: per KV group, the entries of the request's block table; -1 where it holds no block,
+            since no row to come reads that far back.
         params, seed, eos_token_ids, bad_words_ids: as in `CoreRequest`.
     """
 
@@ -217,8 +219,8 @@ class ModelFacts:
 
     @property
     def kv_capacity(self) -> int:
-        """Tokens that the whole KV cache holds."""
-        return self.num_blocks // len(self.groups) * self.groups[0].format.block_size
+        """Tokens of the longest context, at most `max_model_len`, that the KV cache holds."""
+        return token_capacity(self.groups, self.num_blocks, self.max_model_len)
 
 
 class AddRequests(msgspec.Struct, tag="add"):

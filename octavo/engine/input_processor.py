@@ -8,14 +8,14 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from octavo.config import EngineConfig
 from octavo.errors import ModelError, RequestError
 from octavo.messages import CoreRequest, ModelFacts
 from octavo.models.loader import load_generation_config, load_model_config
-from octavo.models.locate import find_model
+from octavo.models.locate import configured_model, configured_tokenizer
 from octavo.sampling.noise import choice_seed
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -46,8 +46,9 @@ class InputProcessor:
     """
 
     def __init__(self, config: EngineConfig):
-        self.config = config
-        source = find_model(config.model)
+        source = configured_model(config)
+        # What runs the model must take the commit that is described here, and need not ask the hub again.
+        self.config = config = replace(config, revision=source.revision) if source.revision else config
         self.model_name = source.name
         self.model_config = load_model_config(source)
         self.generation_defaults = (
@@ -55,7 +56,7 @@ class InputProcessor:
         )
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(source.path, config.tokenizer)
+            self.tokenizer = load_tokenizer(configured_tokenizer(config, source))
         eos = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None:
             eos.update(self.tokenizer.eos_token_ids)

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.engine.request import Request, extras_of
-from octavo.kv.manager import KVManager
+from octavo.kv.manager import NEVER, KVManager
 from octavo.messages import Admission, BlockUpdate, CoreOutput, CoreRequest, CoreStats, StepPlan, StepResult
 
 _NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
+_TableChanges = list[tuple[int, int, int]]  # of one KV group: slot, column, block
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Scheduler:
         self._num_known = np.zeros(slots, np.int32)
         self._num_computed = np.zeros(slots, np.int32)  # scheduled
         self._num_registered = np.zeros(slots, np.int32)  # blocks offered to the prefix cache
-        self._capacity = np.zeros(slots, np.int32)  # tokens that the block table holds
+        self._capacity = np.zeros(slots, np.int32)  # tokens that all block tables hold
+        self._passing = np.full(slots, NEVER, np.int32)  # computed tokens that let a window free blocks
         self._prompt_len = np.zeros(slots, np.int32)
         self._max_total = np.zeros(slots, np.int32)
         self._last_turn = np.zeros(
@@ -157,7 +159,7 @@ class Scheduler:
         budget -= len(short)
         budget -= self._share(rows, need, long, budget)
 
-        updates: list[list[tuple[int, int, int]]] = [[] for _ in self.kv.groups]
+        updates: list[_TableChanges] = [[] for _ in self.kv.groups]
         preempted = self._make_room(run, rows, updates)
         if preempted:
             kept = np.isin(run, self._running)
@@ -166,13 +168,17 @@ class Scheduler:
         self._register(run, self._num_computed[run] + rows, self._step)  # those admitted now may share them
         admitted = [] if preempted else self._admit(budget)
         budget -= sum(count for _, count in admitted)
-        self._give(rows, need, long, budget)
+        idle = not admitted and not rows.any()
+        if self._give(rows, need, long, budget) and self.kv.has_windows:
+            if self._make_room(run, rows, updates, may_preempt=idle):
+                kept = np.isin(run, self._running)
+                run, rows = run[kept], rows[kept]
         return self._plan(run, rows, admitted, updates)
 
     def _decode(self, run: np.ndarray) -> ScheduledStep | None:
         """The common step, of which little changes: every request needs one row, nobody waits."""
         rows = np.ones(len(run), np.int32)
-        updates: list[list[tuple[int, int, int]]] = [[] for _ in self.kv.groups]
+        updates: list[_TableChanges] = [[] for _ in self.kv.groups]
         if self._make_room(run, rows, updates):
             run = run[np.isin(run, self._running)]
             rows = rows[: len(run)]
@@ -205,33 +211,55 @@ class Scheduler:
         return given
 
     def _make_room(
-        self, run: np.ndarray, rows: np.ndarray, updates: list[list[tuple[int, int, int]]]
+        self, run: np.ndarray, rows: np.ndarray, updates: list[_TableChanges], may_preempt: bool = True
     ) -> bool:
-        """Give every scheduled row a block, preempting from the end of the order where none is free."""
+        """Give every scheduled row its blocks; returns whether requests were preempted for that.
+
+        Blocks that windows have passed are freed first. Where blocks are short, a prompt gets fewer rows
+        (`rows` is changed); where there are none, requests leave from the end of the order.
+        """
+        if self.kv.has_windows:
+            self._free_passed(run)
         short_of = self._num_computed[run] + rows > self._capacity[run]
         preempted = False
         if not short_of.any():
             return preempted
         for i in np.flatnonzero(short_of):
             slot = int(run[i])
-            request = self._by_slot[slot]
-            while request is not None:
-                first = len(request.seq.tables[0])
-                new = self.kv.grow(request.seq, int(self._num_computed[slot] + rows[i]))
-                if new is not None:
-                    for changes, blocks in zip(updates, new, strict=True):
-                        changes.extend((slot, first + j, block) for j, block in enumerate(blocks))
-                    self._capacity[slot] = len(request.seq.tables[0]) * self.kv.block_size
+            while self._by_slot[slot] is not None:
+                start = int(self._num_computed[slot])
+                room = self._extend(slot, start + int(rows[i]), updates) - start
+                if room > 0 or not may_preempt:
+                    rows[i] = room
                     break
-                victim = self._by_slot[int(self._running[-1])]
-                assert victim is not None
-                self._preempt(victim)
+                self._preempt(self._at(int(self._running[-1])))  # may be the one that needs it
                 preempted = True
-                request = self._by_slot[slot]  # None if it was itself the last
         if preempted:
             for group, changes in enumerate(updates):
                 updates[group] = [change for change in changes if self._by_slot[change[0]] is not None]
         return preempted
+
+    def _free_passed(self, run: np.ndarray) -> None:
+        """Free the blocks that the windows of running requests have passed."""
+        for i in np.flatnonzero(self._num_computed[run] >= self._passing[run]):
+            slot = int(run[i])
+            self._passing[slot] = self.kv.free_passed(self._at(slot).seq, int(self._num_computed[slot]))
+
+    def _extend(self, slot: int, end: int, updates: list[_TableChanges]) -> int:
+        """Extend a request's tables to hold `end` tokens, or as many as there are blocks for."""
+        seq = self._at(slot).seq
+        new = self.kv.grow(seq, end)
+        if new is None:
+            end = self.kv.fit(seq, end)
+            new = self.kv.grow(seq, end)
+            assert new is not None
+        for changes, table, blocks in zip(updates, seq.tables, new, strict=True):
+            column = len(table) - len(blocks)
+            for block in blocks:
+                changes.append((slot, column, block))
+                column += 1
+        self._capacity[slot] = self.kv.capacity(seq)
+        return end
 
     def _admit(self, budget: int) -> list[tuple[Admission, int]]:
         """Move waiting requests into slots, in order, while slots, blocks and budget last."""
@@ -240,27 +268,33 @@ class Scheduler:
         while budget > 0 and self._free_slots and self._num_waiting:
             request = self._peek_waiting()
             known = len(request.token_ids)
-            found = (
-                [[] for _ in self.kv.groups]
+            prefix = (
+                self.kv.no_prefix()
                 if request.wants_prompt_logprobs
                 else self.kv.find_prefix(request.seq, request.token_ids)
             )
-            cached = len(found[0]) * self.kv.block_size
-            fresh = (self.kv.blocks_for(known) - len(found[0])) * len(self.kv.groups)
-            spare = self._watermark if len(self._running) or admitted else 0
-            if fresh + spare > self.kv.num_free_after(found):
-                break
+            cached = prefix.num_blocks * self.kv.block_size
+            count = min(known - cached, budget, most)
+            free = self.kv.num_free_after(prefix)
+            if self.kv.missing_at_most(prefix, known, count) + self._watermark > free:
+                if len(self._running) or admitted:
+                    break
+                # Alone, it may use the last block, and goes through windows in smaller steps.
+                lengths = [prefix.num_blocks] * len(self.kv.groups)
+                while count and sum(self.kv.missing(lengths, cached + count, known)) > free:
+                    count //= 2
+                if not count:
+                    break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
-            self.kv.adopt(request.seq, found)
-            self.kv.grow(request.seq, known)
+            self.kv.adopt(request.seq, prefix)
+            self.kv.grow(request.seq, cached + count, known)
             if request.num_cached < 0:  # a recompute after preemption is no hit
                 request.num_cached = cached
                 request.metrics.scheduled_time = time.time()
                 if not request.wants_prompt_logprobs and self.kv.hasher is not None:
                     self.stats.prefix_cache_queries += known
                     self.stats.prefix_cache_hits += cached
-            count = min(known - cached, budget, most)
             admission = self._enter_slot(request, cached)
             self._register(np.array([admission.slot]), np.array([cached + count]), self._step)
             admitted.append((admission, count))
@@ -272,7 +306,7 @@ class Scheduler:
         run: np.ndarray,
         rows: np.ndarray,
         admitted: list[tuple[Admission, int]],
-        updates: list[list[tuple[int, int, int]]],
+        updates: list[_TableChanges],
     ) -> ScheduledStep | None:
         if admitted or not rows.all():
             chosen = np.flatnonzero(rows)
@@ -448,7 +482,8 @@ class Scheduler:
         self._num_tokens[slot] = self._num_known[slot] = len(tokens)
         self._num_computed[slot] = computed
         self._num_registered[slot] = computed // self.kv.block_size
-        self._capacity[slot] = len(request.seq.tables[0]) * self.kv.block_size
+        self._capacity[slot] = self.kv.capacity(request.seq)
+        self._passing[slot] = self.kv.free_passed(request.seq, computed)
         self._prompt_len[slot] = request.prompt_len
         self._max_total[slot] = request.max_total
         self._last_turn[slot] = self._turns
@@ -553,13 +588,12 @@ class Scheduler:
             assert self._num_computed[slot] <= self._num_tokens[slot], "more rows scheduled than tokens"
             assert self._num_known[slot] <= self._num_tokens[slot] <= request.max_total, "too many tokens"
             assert self._num_computed[slot] <= self._capacity[slot], "rows scheduled without a block"
-            for table in request.seq.tables:
-                assert len(table) * self.kv.block_size == self._capacity[slot], "table and capacity differ"
+            assert self.kv.capacity(request.seq) == self._capacity[slot], "tables and capacity differ"
             assert request.slot == slot and not request.done, "slot and request disagree"
         assert [self._at(int(s)).order for s in self._running] == self._orders, (
             "running requests are out of order"
         )
         assert self._orders == sorted(self._orders), "running requests are not sorted"
-        assert all(not table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
+        assert not any(table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
         assert self._stop_uses.min(initial=0) >= 0, "stop token counts went below zero"
-        self.kv.pool.check(t for s in running for t in self._at(s).seq.tables)
+        self.kv.check([(self._at(s).seq, int(self._num_computed[s])) for s in running])

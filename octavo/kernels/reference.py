@@ -15,7 +15,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: `[..., size]`, float32, bfloat16 or float16; any strides.
-        weight: `[size]`, of `x`'s dtype.
+        weight: `[size]`. Of `x`'s dtype, it multiplies the normalized row rounded to that dtype, as in
+            Llama; float32, the row that is not rounded yet, as in Gemma.
         eps: added to the mean square.
 
     Returns:
@@ -23,7 +24,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    if weight.dtype is x.dtype:
+        return weight * normed.to(x.dtype)
+    return (weight * normed).to(x.dtype)
 
 
 def add_rms_norm(
@@ -34,7 +37,7 @@ def add_rms_norm(
     Args:
         x: `[rows, size]`.
         residual: `[rows, size]`, overwritten with `x + residual` in its dtype.
-        weight: `[size]`.
+        weight: `[size]`, as for `rms_norm`.
         eps: added to the mean square.
 
     Returns:
@@ -42,6 +45,30 @@ def add_rms_norm(
     """
     residual.add_(x)
     return rms_norm(residual, weight, eps), residual
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (arXiv 1607.06450).
+
+    Args:
+        x: `[rows, size]`, float32, bfloat16 or float16.
+        weight: `[size]`, of `x`'s dtype or float32.
+        bias: `[size]`, of the weight's dtype; None: 0.
+        eps: added to the variance (the mean squared deviation).
+
+    Returns:
+        A new tensor of `x`'s shape and dtype, rounded once.
+    """
+    wide_bias = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, eps).to(x.dtype)
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer_norm` of `x + residual`, which is written to `residual`; see `add_rms_norm`."""
+    residual.add_(x)
+    return layer_norm(residual, weight, bias, eps), residual
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
@@ -75,3 +102,29 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`gelu(x[..., :n]) * x[..., n:]` with GELU's tanh form (arXiv 1606.08415; Gemma's GeGLU).
+
+    Args:
+        x: `[..., 2 n]`, the gate's half, then the other.
+
+    Returns:
+        `[..., n]`, same dtype.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """`cap * tanh(x / cap)`, in place and in float32 inside (Gemma 2, arXiv 2408.00118).
+
+    Args:
+        x: `[rows, size]`, float32, bfloat16 or float16; rows may be any stride apart.
+        cap: above 0.
+
+    Returns:
+        `x`.
+    """
+    return x.copy_((x.float() / cap).tanh_().mul_(cap))

@@ -55,15 +55,34 @@ class AttentionBackend(ABC):
 
     The cache of a layer is `[num_blocks, 2, num_kv_heads, block_size, head_dim]` (`KVFormat`).
     A backend holds no per-request state: everything it reads is in the metadata.
+
+    Under a sliding window it reads no block that lies wholly before the windows of all of a request's
+    rows: such blocks may have been given to other requests, and hold anything.
+
+    Args:
+        num_heads: query heads of this rank.
+        fmt: of the cache.
+        scale: factor of the scores.
+        sliding_window: a row sees itself and the `sliding_window - 1` tokens before it; None: all.
+        softcap: scaled scores become `softcap * tanh(scores / softcap)` before the mask and the softmax
+            (Gemma 2, arXiv 2408.00118); None: they stay.
     """
 
     name: str
 
-    def __init__(self, num_heads: int, fmt: KVFormat, scale: float, sliding_window: int | None = None):
+    def __init__(
+        self,
+        num_heads: int,
+        fmt: KVFormat,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ):
         self.num_heads = num_heads
         self.fmt = fmt
         self.scale = scale
         self.sliding_window = sliding_window
+        self.softcap = softcap
 
     def plan(self, meta: AttentionMetadata) -> None:  # noqa: B027 (optional hook)
         """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""
@@ -97,7 +116,8 @@ class AttentionBackend(ABC):
             k, v: `[rows, num_kv_heads, head_dim]`.
             cos_sin: float32 `[max_position, rotary_dim]`, cosines in the first half, then sines.
             positions: int64 `[rows]`.
-            q_weight, k_weight: `[head_dim]` each, or both None (Qwen3's norms).
+            q_weight, k_weight: `[head_dim]` each, of `q`'s dtype or float32 (see
+                `reference.rms_norm`), or both None (Qwen3's norms).
             eps: of the norms.
         """
         if q_weight is not None and k_weight is not None:
@@ -147,12 +167,20 @@ class TorchAttention(AttentionBackend):
         group = self.num_heads // self.fmt.num_kv_heads
         for i in range(meta.num_requests):
             lo, hi, ctx = starts[i], starts[i + 1], lens[i]
-            blocks = meta.block_table[i, : -(-ctx // self.fmt.block_size)].long()
-            kv = cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :ctx]
+            # The first position that any row sees: what lies before it is not read at all.
+            low = 0
+            if self.sliding_window is not None:
+                low = max(0, ctx - (hi - lo) - self.sliding_window + 1)
+            first = low // self.fmt.block_size
+            blocks = meta.block_table[i, first : -(-ctx // self.fmt.block_size)].long()
+            kv = cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv = kv[:, :, low - first * self.fmt.block_size : ctx - first * self.fmt.block_size]
             k, v = (x.repeat_interleave(group, dim=0) for x in kv)
             scores = torch.einsum("rhd,htd->hrt", q[lo:hi].float(), k) * self.scale
+            if self.softcap is not None:
+                scores = torch.tanh(scores / self.softcap) * self.softcap
             row = torch.arange(ctx - (hi - lo), ctx, device=q.device)[:, None]
-            col = torch.arange(ctx, device=q.device)[None, :]
+            col = torch.arange(low, ctx, device=q.device)[None, :]
             mask = col > row
             if self.sliding_window is not None:
                 mask |= col <= row - self.sliding_window

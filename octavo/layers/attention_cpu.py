@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.kernels.cpu import ops
+from octavo.kernels.cpu import norm_act, ops
 from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
 
 if TYPE_CHECKING:
@@ -28,13 +28,20 @@ class CPUAttention(AttentionBackend):
 
     name = "cpu"
 
-    def __init__(self, num_heads: int, fmt: KVFormat, scale: float, sliding_window: int | None = None):
-        super().__init__(num_heads, fmt, scale, sliding_window)
+    def __init__(
+        self,
+        num_heads: int,
+        fmt: KVFormat,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ):
+        super().__init__(num_heads, fmt, scale, sliding_window, softcap)
         self._cache_dtype = getattr(torch, fmt.dtype)
         self._plain: TorchAttention | None = None
         reason = self._problem()  # empty: the kernels serve
         if reason:
-            self._plain = TorchAttention(num_heads, fmt, scale, sliding_window)
+            self._plain = TorchAttention(num_heads, fmt, scale, sliding_window, softcap)
             if reason not in _announced:
                 _announced.add(reason)
                 logger.warning("Attention by plain PyTorch (slow): %s", reason)
@@ -78,7 +85,7 @@ class CPUAttention(AttentionBackend):
                 q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
             )
         if q_weight is not None and k_weight is not None:
-            q, k = ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)
+            q, k = norm_act.rms_norm(q, q_weight, eps), norm_act.rms_norm(k, k_weight, eps)
         ops.rope_and_write_kv(q, k, v, cos_sin, positions, cache, meta.slot_mapping)
         return q
 
@@ -102,6 +109,7 @@ class CPUAttention(AttentionBackend):
                 self.sliding_window,
                 q.dtype,
                 self._cache_dtype,
+                self.softcap,
             )
         out = torch.empty_like(q)
         ops.attend(shape, batch, q, cache, out)

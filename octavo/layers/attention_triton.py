@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a device runs beside each other, at least."""
     if device.type != "cuda":
         return 4  # Triton's interpreter: any small number
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-class _Workspace:
+class Workspace:
     """Scratch memory of a device, shared by all layers: launches of one stream follow each other.
 
     It grows and never lets go of what it once handed out, since a recorded graph may still use it.
@@ -36,7 +37,7 @@ class _Workspace:
         self.floats = torch.empty(1 << 16, dtype=torch.float32, device=device)
         self.counters = torch.zeros(1 << 10, dtype=torch.int32, device=device)
 
-    def reserve(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def reserve(self, floats: int, counters: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """At least so many float32 of any content, and int32 counters that are zero between launches."""
         if floats > self.floats.numel():
             self._retired.append(self.floats)
@@ -49,8 +50,9 @@ class _Workspace:
 
 
 @functools.cache
-def _workspace(device: torch.device) -> _Workspace:
-    return _Workspace(device)
+def workspace(device: torch.device) -> Workspace:
+    """The scratch memory of a device."""
+    return Workspace(device)
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,20 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
 
-    def __init__(self, num_heads: int, fmt: KVFormat, scale: float, sliding_window: int | None = None):
-        super().__init__(num_heads, fmt, scale, sliding_window)
+    def __init__(
+        self,
+        num_heads: int,
+        fmt: KVFormat,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ):
+        super().__init__(num_heads, fmt, scale, sliding_window, softcap)
         self.group = num_heads // fmt.num_kv_heads
+        self.max_decode_tile = kernels.max_decode_tile(getattr(torch, fmt.dtype))
 
     def _fits_decode(self, max_query_len: int) -> bool:
-        return power_of_2(max_query_len) * self.group <= kernels.MAX_DECODE_TILE
+        return power_of_2(max_query_len) * self.group <= self.max_decode_tile
 
     def _decode(self, meta: AttentionMetadata, first: int, last: int, max_query_len: int) -> _Decode:
         device = meta.seq_lens.device
@@ -101,11 +111,11 @@ class TritonAttention(AttentionBackend):
         if self.sliding_window is not None:
             context = min(context, self.sliding_window + max_rows + self.fmt.block_size)
         requests, heads = last - first, self.fmt.num_kv_heads
-        splits = kernels.choose_splits(requests * heads, context, _multiprocessors(device))
+        splits = kernels.choose_splits(requests * heads, context, multiprocessors(device))
         sizes = kernels.decode_workspace_sizes(
             requests, heads, self.group, self.fmt.head_dim, max_rows, splits
         )
-        return _Decode(first, last, max_rows, splits, *_workspace(device).reserve(*sizes))
+        return _Decode(first, last, max_rows, splits, *workspace(device).reserve(*sizes))
 
     def plan(self, meta: AttentionMetadata) -> None:
         n = meta.num_requests
@@ -154,12 +164,13 @@ class TritonAttention(AttentionBackend):
             kernels.paged_decode(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
-                self.scale, self.sliding_window,
+                self.scale, self.sliding_window, self.softcap,
             )  # fmt: skip
         if plan.prefill_from < meta.num_requests:
             kernels.paged_prefill(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
-                plan.prefill_from, meta.num_requests, plan.prefill_rows, self.scale, self.sliding_window,
+                plan.prefill_from, meta.num_requests, plan.prefill_rows,
+                self.scale, self.sliding_window, self.softcap,
             )  # fmt: skip
         return out
 

@@ -19,18 +19,25 @@ def vocab_range(vocab_size: int, group: TensorParallelGroup) -> tuple[int, int, 
 
 
 class VocabEmbedding(Layer):
-    """Token ids int `[rows]` to vectors `[rows, hidden_size]`; a rank looks up its own tokens only."""
+    """Token ids int `[rows]` to vectors `[rows, hidden_size]`; a rank looks up its own tokens only.
+
+    Args:
+        scale: factor of the vectors.
+    """
 
     weight: torch.nn.Parameter
     group: TensorParallelGroup
 
-    def __init__(self, vocab_size: int, hidden_size: int):
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0):
         super().__init__()
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
+        self.scale = scale
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group
+        # Rounded to the model's dtype, as Gemma is trained; Granite's factors are exact in each.
+        self.scale = float(torch.tensor(self.scale, dtype=build.dtype))
         self.rows, self.first, self.real = vocab_range(self.vocab_size, build.group)
         self.weight = empty_parameter(self.rows, self.hidden_size, build=build)
 
@@ -42,6 +49,10 @@ class VocabEmbedding(Layer):
         self.weight[self.real :].zero_()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        vectors = self._look_up(token_ids)
+        return vectors if self.scale == 1.0 else vectors * self.scale
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.first

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from octavo.errors import ConfigError
 from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.experts_method import ExpertsMethod, experts_method
 from octavo.quantization.linear_method import LinearMethod
 
 
@@ -27,6 +29,7 @@ class BuildContext:
         kv_dtype: of the KV cache, under `KVFormat`'s names.
         group: the tensor-parallel ranks.
         linear_method: from a layer's name to the method that stores its matrix.
+        experts_method: from a layer's name to the method that stores its experts.
     """
 
     dtype: torch.dtype
@@ -37,6 +40,7 @@ class BuildContext:
     kv_dtype: str
     group: TensorParallelGroup
     linear_method: Callable[[str], LinearMethod]
+    experts_method: Callable[[str], ExpertsMethod] = partial(experts_method, None)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ input and adds the ranks' partial results. How the matrix is stored is the `Line
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +19,8 @@ from octavo.quantization.linear_method import LinearMethod, Shard
 
 class MergedColumnParallelLinear(Layer):
     """Several matrices over one input, stored and multiplied as one, each split by output rows.
+
+    A checkpoint may hold them apart or, like Phi-3's, as one under the layer's own name.
 
     Args:
         in_features: columns of every matrix.
@@ -50,26 +53,41 @@ class MergedColumnParallelLinear(Layer):
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         targets: dict[str, LoadTarget] = {}
-        offset = 0
-        for (part, out_features), size in zip(self.parts.items(), self.local_sizes, strict=True):
+        fused: list[Shard] = []
+        target = first = 0
+        for part, out_features in self.parts.items():
             row, rows = self.part_rows(part)
-            name = sibling(prefix, part) if part else prefix
-            shard = Shard(offset, row, rows, 0, self.in_features)
-            for tensor, shape in self.method.checkpoint_tensors(out_features, self.in_features).items():
-                load = partial(self._load_weight, tensor, shard)
-                targets[f"{name}.{tensor}"] = LoadTarget(shape, load)
-            if self.has_bias:
-                targets[f"{name}.bias"] = LoadTarget((out_features,), partial(self._load_bias, shard))
-            offset += size
+            shard = Shard(target, row, rows, 0, self.in_features)
+            targets |= self._targets(sibling(prefix, part) if part else prefix, out_features, [shard])
+            fused.append(replace(shard, row=first + row))
+            target, first = target + rows, first + out_features
+        if len(self.parts) > 1:
+            for name, whole in self._targets(prefix, first, fused).items():
+                kind = name.rpartition(".")[2]
+                covers = tuple(f"{sibling(prefix, part)}.{kind}" for part in self.parts)
+                targets[name] = replace(whole, covers=covers)
         return targets
 
-    def _load_weight(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
-        self.method.load_shard(self, name, tensor, shard)
+    def _targets(self, name: str, out_features: int, shards: list[Shard]) -> dict[str, LoadTarget]:
+        """The tensors of a matrix of `out_features` rows, of which this rank takes `shards`."""
+        shapes = self.method.checkpoint_tensors(out_features, self.in_features)
+        targets = {
+            f"{name}.{tensor}": LoadTarget(shape, partial(self._load_weight, tensor, shards))
+            for tensor, shape in shapes.items()
+        }
+        if self.has_bias:
+            targets[f"{name}.bias"] = LoadTarget((out_features,), partial(self._load_bias, shards))
+        return targets
 
-    def _load_bias(self, shard: Shard, tensor: torch.Tensor) -> None:
+    def _load_weight(self, name: str, shards: list[Shard], tensor: torch.Tensor) -> None:
+        for shard in shards:
+            self.method.load_shard(self, name, tensor, shard)
+
+    def _load_bias(self, shards: list[Shard], tensor: torch.Tensor) -> None:
         assert self.bias is not None
-        piece = tensor[shard.row : shard.row + shard.rows]
-        self.bias[shard.target : shard.target + shard.rows].copy_(piece)
+        for shard in shards:
+            piece = tensor[shard.row : shard.row + shard.rows]
+            self.bias[shard.target : shard.target + shard.rows].copy_(piece)
 
     def process_after_load(self) -> None:
         self.method.process_after_load(self)

@@ -97,6 +97,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0  # added to the stored weights of norms (Gemma: 1)
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None

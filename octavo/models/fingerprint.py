@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from octavo.errors import ModelError
+from octavo.models.bin_file import list_bins
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.locate import ModelSource
@@ -32,7 +34,7 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
        nested), keys sorted, no spaces, ASCII;
     3. for random weights (`load_format` dummy): the text `dummy:` and the seed in decimal; nothing else.
     4. Otherwise for every file of weights, in the order of names (a GGUF model is one file whose name
-       counts as `gguf`, so that it may be renamed):
+       counts as `gguf`, so that it may be renamed; the parts of a split one count as `gguf` each):
        its name in UTF-8;
        its size in bytes, 8 bytes little-endian;
        its header: of safetensors the JSON as stored, of GGUF every byte before the first tensor's
@@ -43,6 +45,9 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
        with 256 such k.
 
     A change elsewhere in a large tensor goes unseen; training and quantization change all of it.
+    The commit of a model from the hub doesn't enter, so that a copy in a folder has the same digest, and
+    so have commits that change other files than the weights. One model in other files (a GGUF model
+    split or joined, safetensors cut otherwise) has another.
 
     Args:
         seed: used with `load_format` dummy alone.
@@ -62,7 +67,7 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
     if load_format == "dummy":
         add(f"dummy:{seed}".encode("ascii"))
         return digest.digest()
-    for name, path, header, spans, pages in _files(source):
+    for name, path, header, spans, pages in _files(source, load_format):
         add(name.encode())
         add(struct.pack("<Q", path.stat().st_size))
         add(header)
@@ -70,22 +75,24 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
     return digest.digest()
 
 
-def _files(source: ModelSource) -> Iterator[tuple[str, Path, bytes, list[tuple[int, int]], int]]:
+def _files(
+    source: ModelSource, load_format: str
+) -> Iterator[tuple[str, Path, bytes, list[tuple[int, int]], int]]:
     """Each file's name, path, header, spans (offset, bytes) to sample, and pages to take of each."""
     if source.kind == "gguf":
-        tensors = GGUFFile(source.path).tensors.values()
-        spans = sorted((t.offset, t.nbytes) for t in tensors)
-        with source.path.open("rb") as file:
-            header = file.read(spans[0][0] if spans else -1)
-        yield "gguf", source.path, header, spans, PAGES_PER_TENSOR
+        for part in GGUFFile(source.path).parts:
+            spans = sorted((t.offset, t.nbytes) for t in part.tensors.values())
+            with part.path.open("rb") as file:
+                header = file.read(spans[0][0] if spans else -1)
+            yield "gguf", part.path, header, spans, PAGES_PER_TENSOR
         return
-    files = list_files(source.path)
+    files = list_files(source.path) if load_format != "pt" else []
     for path in sorted(files):
         parsed = read_header(path)
         spans = [(t.offset, t.nbytes) for t in parsed.tensors.values()]
         yield path.name, path, parsed.raw, spans, PAGES_PER_TENSOR
     if not files:
-        bins = sorted(source.path.glob("pytorch_model*.bin"))
+        bins = list_bins(source.path)
         if not bins:
             raise ModelError(f"{source.path}: no safetensors file: fetch the model's weights")
         for path in bins:
@@ -95,9 +102,9 @@ def _files(source: ModelSource) -> Iterator[tuple[str, Path, bytes, list[tuple[i
 def _sample(path: Path, spans: list[tuple[int, int]], pages: int) -> bytes:
     out = []
     with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
         for offset, size in spans:
             for k in range(pages):
                 start = k * size // pages
-                file.seek(offset + start)
-                out.append(file.read(min(PAGE, size - start)))
+                out.append(os.pread(descriptor, min(PAGE, size - start), offset + start))
     return b"".join(out)

@@ -13,9 +13,9 @@ import numpy as np
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
+from octavo.models.gguf_families import FAMILIES
 from octavo.models.gguf_file import GGUFFile, reads_metadata
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -41,16 +41,11 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         ModelError: unknown architecture, missing or unusable metadata.
     """
     arch = file.architecture
-    if arch not in ARCHITECTURES or file.get("{arch}.expert_count", 0):
-        shown = f"{arch} with experts" if arch in ARCHITECTURES else arch
+    family = FAMILIES.get(arch)
+    if family is None or file.get("{arch}.expert_count", 0):
+        shown = f"{arch} with experts" if family else arch
         raise ModelError(
-            f"{file.path}: GGUF architecture {shown!r} is not supported: "
-            f"use a file of {', '.join(ARCHITECTURES)}"
-        )
-    if int(file.get("split.count", 1)) > 1:
-        raise ModelError(
-            f"{file.path}: one of {file.get('split.count')} parts of a model: join them with "
-            "`llama-gguf-split --merge` and give the result"
+            f"{file.path}: GGUF architecture {arch!r} is not supported: use a file of {', '.join(FAMILIES)}"
         )
     tensors = file.tensors
     if "token_embd.weight" not in tensors:
@@ -60,8 +55,8 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
     kv_heads = _number(file, "attention.head_count_kv", heads)
     head_dim = _number(file, "attention.key_length", hidden // heads)
     positions = _number(file, "context_length")
-    return ModelConfig(
-        architecture=ARCHITECTURES[arch],
+    config = ModelConfig(
+        architecture=family.architecture,
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=_number(file, "feed_forward_length"),
@@ -73,16 +68,19 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         rms_norm_eps=float(file.get("{arch}.attention.layer_norm_rms_epsilon", 1e-5)),
         rope=_rope(file, _number(file, "rope.dimension_count", head_dim), positions),
         dtype=_dtype(file),
+        hidden_act=family.hidden_act,
         tie_word_embeddings=_tied(file),
         attention_bias="blk.0.attn_q.bias" in tensors,
         attention_out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        norm_offset=family.norm_offset,
         windows=_windows(file, positions),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file),
         extra={k: v for k, v in file.metadata.items() if isinstance(v, (int, float, str))},
     )
+    return family.refine(config, file)
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, float | int]:

@@ -11,41 +11,25 @@ import torch
 from octavo.errors import ModelError
 from octavo.models.ahead import Job, run_ahead
 from octavo.models.config import ModelConfig
+from octavo.models.gguf_families import FAMILIES, TOP_NAMES, GGUFFamily
 from octavo.models.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.gguf_quants import dequantize
+from octavo.models.mapped_file import MappedFile
 from octavo.models.targets import Targets, check_tensors
-from octavo.models.weights import map_file
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 _QK_NAME = re.compile(r"self_attn\.([qk])_proj\.")
 # Rotary frequencies: part of the config here (gguf_config), not weights.
 _ROTARY = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
-# llama.cpp turns the rows of q and k of these so that rotary pairs lie side by side; of the others
-# (qwen2, qwen3) it rotates the halves, as Hugging Face does, and leaves the rows.
-_PERMUTED = ("llama",)
 
 
-def hf_name(name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor of the Llama family, or None if it has none."""
+def hf_name(name: str, family: GGUFFamily) -> str | None:
+    """The Hugging Face name of a GGUF tensor, or None if it has none in this family."""
     if match := _LAYER_NAME.fullmatch(name):
-        part = _LAYER.get(match[2])
+        part = family.layer_name(match[2])
         return f"model.layers.{match[1]}.{part}.{match[3]}" if part else None
     stem, _, kind = name.rpartition(".")
-    return f"{_TOP[stem]}.{kind}" if stem in _TOP else None
+    return f"{TOP_NAMES[stem]}.{kind}" if stem in TOP_NAMES else None
 
 
 def gguf_weights(
@@ -58,11 +42,12 @@ def gguf_weights(
     Raises:
         ModelError: missing, misshapen or unknown tensors, or an encoding that cannot be decoded.
     """
+    family = FAMILIES[file.architecture]
     by_name: dict[str, GGUFTensor] = {}
     for tensor in file.tensors.values():
         if _ROTARY.fullmatch(tensor.name):
             continue
-        name = hf_name(tensor.name)
+        name = hf_name(tensor.name, family)
         if name is None:
             raise ModelError(
                 f"{file.path}: tensor {tensor.name!r} has no place in {config.architecture}: "
@@ -74,20 +59,26 @@ def gguf_weights(
             by_name["model.embed_tokens.weight"] = output
     shapes = {name: tensor.shape for name, tensor in by_name.items()}
     names = check_tensors(shapes, targets, file.path, config.architecture)
-    turn = file.architecture in _PERMUTED
-    heads = {"q": config.num_heads, "k": config.num_kv_heads} if turn else {}
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.permuted else {}
 
-    data = map_file(file.path, file.path.stat().st_size)
+    files = {part.path: MappedFile(part.path, part.size) for part in file.parts}
 
     def job(name: str) -> Job:
         tensor = by_name[name]
 
         def make() -> torch.Tensor:
-            raw = data[tensor.offset : tensor.offset + tensor.nbytes]
+            with files[tensor.path].reading(tensor.offset, tensor.nbytes) as raw:
+                return decode(raw)
+
+        def decode(raw: torch.Tensor) -> torch.Tensor:
             match = _QK_NAME.search(name)
             if match and heads:
                 raw = _unpermute(raw, tensor.shape[0], heads[match[1]])
+            offset = family.norm_offset if name.endswith("norm.weight") else 0.0
             try:
+                if offset:
+                    wide = dequantize(raw, tensor.type_name, tensor.shape, torch.float32, device)
+                    return (wide - offset).to(dtype)
                 return dequantize(raw, tensor.type_name, tensor.shape, dtype, device)
             except NotImplementedError:
                 raise ModelError(

@@ -6,14 +6,13 @@ Transformers 5 writes `rope_parameters` (which holds `rope_theta`) and `dtype`; 
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES, Family
+from octavo.models.json_file import read_json
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ROPE_NEEDS = {
@@ -25,23 +24,6 @@ _ROPE_NEEDS = {
 _ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
 _ROPE_SIZES = ("factor", "original_max_position_embeddings")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelError: unreadable, or not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}): give a complete model folder") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error}): fetch the file again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds {type(value).__name__}, not a JSON object: fetch the file again")
-    return value
 
 
 def model_config_from_folder(folder: Path) -> ModelConfig:
@@ -86,6 +68,7 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: checkpoints quantized by {method!r} are not supported by this version: "
             "use the unquantized checkpoint or a GGUF file"
         )
+    raw = {**family.defaults, **raw}
     heads = _size(raw, "num_attention_heads", where)
     hidden = _size(raw, "hidden_size", where)
     kv_heads = heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads", where)
@@ -94,11 +77,9 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}: "
             "the file is corrupt, fetch it again"
         )
-    head_dim = (
-        family.head_dim or hidden // heads if raw.get("head_dim") is None else _size(raw, "head_dim", where)
-    )
+    head_dim = hidden // heads if raw.get("head_dim") is None else _size(raw, "head_dim", where)
     positions = _size(raw, "max_position_embeddings", where)
-    rope = _rope(raw, family, head_dim, positions, where)
+    rope, local_rope = _ropes(raw, family, head_dim, positions, where)
     attention_bias, out_bias, mlp_bias = family.biases(raw)
     config = ModelConfig(
         architecture=name,
@@ -112,13 +93,15 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
         max_position_embeddings=positions,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
+        local_rope=local_rope,
         dtype=_dtype(raw, where),
-        hidden_act=str(raw.get("hidden_act", "silu")),
+        hidden_act=str(raw.get("hidden_activation") or raw.get("hidden_act", "silu")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=attention_bias,
         attention_out_bias=out_bias,
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
+        norm_offset=family.norm_offset,
         bos_token_id=_first_id(raw.get("bos_token_id")),
         eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         extra=raw,
@@ -129,7 +112,9 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{config.context_length} tokens: fetch the file again"
         )
     config = family.refine(config, raw)
-    windows = tuple(w if w is not None and w < config.context_length else None for w in family.windows(raw))
+    windows = tuple(family.windows(raw))
+    if local_rope is None:  # else a window also says which positions its layer has
+        windows = tuple(w if w is not None and w < config.context_length else None for w in windows)
     return replace(config, windows=windows if any(windows) else ())
 
 
@@ -152,13 +137,33 @@ def _dtype(raw: dict[str, Any], where: str) -> str:
     return value
 
 
-def _rope(raw: dict[str, Any], family: Family, head_dim: int, positions: int, where: str) -> RopeConfig:
+def _ropes(
+    raw: dict[str, Any], family: Family, head_dim: int, positions: int, where: str
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary positions, and those of the layers that slide where they have others."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
+    nested = isinstance(given, dict) and any(isinstance(v, dict) for v in given.values())
+    if not isinstance(given, dict) or (nested and family.local_theta is None):
         raise ModelError(
-            f"{where}: rope_parameters per layer type are not supported: "
+            f"{where}: rope_parameters per layer type are not supported for {raw.get('model_type')}: "
             "use a checkpoint with one set for all layers"
         )
+    theta = raw.get("rope_theta") or 10000.0
+    full = _rope(
+        (given.get("full_attention") or {}) if nested else given, raw, theta, head_dim, positions, where
+    )
+    if family.local_theta is None:
+        return full, None
+    given = (given.get("sliding_attention") or {}) if nested else {}
+    local = _rope(given, raw, family.local_theta(raw), head_dim, positions, where)
+    return full, None if local == full else local
+
+
+def _rope(
+    given: dict[str, Any], raw: dict[str, Any], theta: Any, head_dim: int, positions: int, where: str
+) -> RopeConfig:
+    if not isinstance(given, dict):
+        raise ModelError(f"{where}: rope parameters {given!r} are no JSON object: fetch the file again")
     params = {k: v for k, v in given.items() if v is not None}
     kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
     params.pop("type", None)
@@ -168,7 +173,7 @@ def _rope(raw: dict[str, Any], family: Family, head_dim: int, positions: int, wh
     missing = [key for key in _ROPE_NEEDS.get(kind, ()) if key not in params]
     if missing:
         raise ModelError(f"{where}: rope type {kind!r} lacks {', '.join(missing)}: fetch the file again")
-    theta = params.pop("rope_theta", None) or raw.get("rope_theta") or family.default_theta
+    theta = params.pop("rope_theta", None) or theta
     partial = params.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
     if kind in ("default", "linear"):
         params.pop("original_max_position_embeddings", None)

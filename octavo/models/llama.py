@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from octavo.kernels import ops
 from octavo.layers.activation import gated_activation
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import Attention
@@ -23,19 +24,38 @@ from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
 
 
-class LlamaAttention(nn.Module):
-    """Grouped-query self-attention."""
+def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
+    """The model's norm over `size` elements; None: over the hidden size."""
+    return RMSNorm(size or config.hidden_size, config.rms_norm_eps, config.norm_offset)
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, window: int | None):
+
+class LlamaAttention(nn.Module):
+    """Grouped-query self-attention.
+
+    Args:
+        config: the model's.
+        layer: index of the layer.
+        rotary: its positions.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, bias=config.attention_bias
         )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = rms_norm(config, head_dim) if config.qk_norm else None
+        self.k_norm = rms_norm(config, head_dim) if config.qk_norm else None
         self.attn = Attention(
-            heads, kv_heads, head_dim, rotary, self.q_norm, self.k_norm, window, config.attention_scale
+            heads,
+            kv_heads,
+            head_dim,
+            rotary,
+            self.q_norm,
+            self.k_norm,
+            sliding_window=config.layer_windows[layer],
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
         )
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, bias=config.attention_out_bias)
 
@@ -47,7 +67,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU feed-forward."""
+    """Gated feed-forward (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -63,14 +83,25 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and feed-forward, each normalized before and added to the stream."""
+    """Attention and feed-forward, each normalized before and added to the stream.
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, window: int | None):
+    A family that differs overrides `attention` or `feed_forward`, which make the two, or `forward`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, rotary, window)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.input_layernorm = rms_norm(config)
+        self.self_attn = self.attention(config, layer, rotary)
+        self.post_attention_layernorm = rms_norm(config)
+        self.mlp = self.feed_forward(config, layer)
+
+    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> nn.Module:
+        """The attention of a layer."""
+        return LlamaAttention(config, layer, rotary)
+
+    def feed_forward(self, config: ModelConfig, layer: int) -> nn.Module:
+        """The feed-forward of a layer: `[rows, hidden_size]` to the same."""
+        return LlamaMLP(config)
 
     def forward(
         self,
@@ -87,16 +118,20 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers, final norm."""
+    """Embedding, decoder layers, final norm; `decoder_layer` is the family's."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, decoder_layer: type[nn.Module] = LlamaDecoderLayer):
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position_embeddings)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale)
+        positions = config.max_position_embeddings
+        self.rotary_emb = RotaryEmbedding(config.rope, positions)
+        self.rotary_emb_local = RotaryEmbedding(config.local_rope, positions) if config.local_rope else None
+        local = self.rotary_emb_local or self.rotary_emb
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, self.rotary_emb, window) for window in config.layer_windows
+            decoder_layer(config, layer, self.rotary_emb if window is None else local)
+            for layer, window in enumerate(config.layer_windows)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = rms_norm(config)
 
     def forward(
         self,
@@ -113,12 +148,14 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """The decoder with its output head."""
+    """The decoder with its output head; `decoder_layer` is the family's."""
+
+    decoder_layer: type[nn.Module] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config)
+        self.model = LlamaModel(config, self.decoder_layer)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied_to)
 
@@ -132,4 +169,9 @@ class LlamaForCausalLM(CausalLM):
         return self.model(token_ids, positions, kv_caches, meta)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if self.config.logit_softcap is not None:
+            logits = ops.softcap(logits, self.config.logit_softcap)
+        return logits

@@ -59,7 +59,7 @@ def iterate_weights(
 
     Args:
         targets: what the model takes.
-        load_format: auto, safetensors, gguf or dummy (random weights by `seed`).
+        load_format: auto, safetensors, pt, gguf or dummy (random weights by `seed`).
         dtype: of GGUF's and random weights; those of a folder come in the checkpoint's own type, as
             views of the mapped file on the CPU, and the consumer's copy converts them.
         device: where GGUF's and random weights are made.
@@ -82,15 +82,14 @@ def iterate_weights(
 
         unit = "el"
         total, weights = gguf_weights(GGUFFile(source.path), config, targets, dtype, device)
-    elif source.kind == "folder" and load_format in ("auto", "safetensors"):
+    elif source.kind == "folder" and load_format in ("auto", "safetensors", "pt"):
         from octavo.models.weights import folder_weights
 
         unit = "B"
-        total, weights = folder_weights(
-            source.path, targets, config.architecture, allow_bin=load_format == "auto"
-        )
+        total, weights = folder_weights(source.path, targets, config.architecture, load_format, device)
     else:
-        wanted = "a .gguf file" if load_format == "gguf" else "a folder with safetensors files"
+        kinds = {"gguf": "a .gguf file", "pt": "a folder with .bin files"}
+        wanted = kinds.get(load_format, "a folder with safetensors files")
         raise ModelError(
             f"load_format={load_format!r} does not fit {source.path}: give {wanted}, or leave it auto"
         )

@@ -15,6 +15,7 @@ from octavo.models.interface import CausalLM
 from octavo.models.registry import model_class
 from octavo.models.targets import IGNORED_SUFFIXES, missing
 from octavo.parallel.state import tensor_parallel_group
+from octavo.quantization.experts_method import experts_method
 from octavo.quantization.linear_method import linear_method
 
 _NAMES_SHOWN = 5
@@ -57,6 +58,7 @@ def build_model(
         kv_dtype=str(kv_dtype or dtype).removeprefix("torch."),
         group=tensor_parallel_group(),
         linear_method=partial(linear_method, quantization),
+        experts_method=partial(experts_method, quantization),
     )
     model = model_class(config.architecture)(config)
     with torch.no_grad():

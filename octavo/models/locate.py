@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ModelError
-from octavo.models import pull
+from octavo.models import hub, pull
+from octavo.models.hub_files import choose_gguf, gguf_in
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+
+# Files of a model that something reads: of these none may lie outside.
+_READ = (".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".tiktoken", ".jinja")
 
 
 @dataclass(frozen=True)
@@ -15,21 +22,78 @@ class ModelSource:
     """Where a model lies.
 
     Attributes:
-        kind: "folder" (Hugging Face's layout, with a config.json) or "gguf" (one file).
+        kind: "folder" (Hugging Face's layout, with a config.json) or "gguf" (a file, or the first of
+            the parts that a model is split into).
         path: the folder or the file.
         name: what the user called it, or the default model's name.
+        revision: the commit of a model from the hub, else None.
     """
 
     kind: Literal["folder", "gguf"]
     path: Path
     name: str
+    revision: str | None = None
 
 
-def find_model(name: str | None) -> ModelSource:
-    """Find a model by folder, GGUF file, or nothing for the embedded default one.
+def configured_model(config: EngineConfig) -> ModelSource:
+    """The model that the settings name; fetched if it is the hub's and not yet in its cache.
 
-    A folder without config.json that holds exactly one `.gguf` file stands for that file. The
-    default model's own name (`SmolLM2-135M-Instruct`) also finds it, once pulled.
+    Raises:
+        ModelError: as `find_model`.
+    """
+    return find_model(
+        config.model,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        token=config.hf_token,
+        load_format=config.load_format,
+    )
+
+
+def configured_tokenizer(config: EngineConfig, source: ModelSource) -> Path:
+    """The folder or GGUF file of the tokenizer that the settings name, or the model's own.
+
+    Raises:
+        ModelError: as `find_model`.
+    """
+    if config.tokenizer is None or config.tokenizer == config.model:
+        return source.path
+    place = Path(config.tokenizer).expanduser()
+    if place.exists():
+        return place
+    found = _on_hub(
+        config.tokenizer,
+        revision=config.tokenizer_revision,
+        download_dir=config.download_dir,
+        token=config.hf_token,
+        load_format="auto",
+        weights=False,
+    )
+    if found is None:
+        raise ModelError(
+            f"tokenizer {config.tokenizer!r} is neither a folder nor a file here nor a hub id: give one that "
+            "exists"
+        )
+    return found.path
+
+
+def find_model(
+    name: str | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: bool | str | None = None,
+    load_format: str = "auto",
+) -> ModelSource:
+    """Find a model by folder, GGUF file, hub id, or nothing for the embedded default one.
+
+    What is here comes first. A folder without config.json that holds exactly one GGUF model stands
+    for that; of a model split into parts any part may be named. The default model's own name
+    (`SmolLM2-135M-Instruct`) also finds it, once pulled. Hub ids are `org/name`, and for GGUF files
+    `org/name:Q4_K_M` or `org/name/file.gguf`.
+
+    Args:
+        revision, download_dir, token, load_format: as the settings of these names (`hf_token`).
 
     Raises:
         ModelError: nothing there, or not a model; the message says what to give instead.
@@ -39,33 +103,85 @@ def find_model(name: str | None) -> ModelSource:
         if path is None:
             raise ModelError(
                 f"no model was named and the default one is not at {pull.default_model_path()}: "
-                "run `octavo pull`, or name a folder or a .gguf file"
+                "run `octavo pull`, or name a folder, a .gguf file or a hub id"
             )
         return ModelSource("gguf", path, pull.DEFAULT_MODEL)
     path = Path(name).expanduser()
-    if path.is_dir():
-        return _in_folder(path, name)
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
+    if name and path.exists():
+        if revision is not None:
+            raise ModelError(
+                f"revision={revision!r} is for models of the hub, and {name!r} is here: leave it out"
+            )
+        if path.is_dir():
+            return _in_folder(path, name)
+        if not path.is_file() or path.suffix.lower() != ".gguf":
             raise ModelError(f"model {name!r} is a file but not a .gguf one: name a folder or a .gguf file")
         return ModelSource("gguf", path, name)
     if name == pull.DEFAULT_MODEL:
         return find_model(None)
-    raise ModelError(
-        f"model {name!r} is neither a folder nor a .gguf file here: download it and give its folder "
-        "(hub ids are not supported by this version)"
+    found = _on_hub(
+        name, revision=revision, download_dir=download_dir, token=token, load_format=load_format, weights=True
     )
+    if found is None:
+        raise ModelError(
+            f"model {name!r} is neither a folder nor a .gguf file here, nor a hub id (org/name, "
+            "org/name:Q4_K_M, org/name/file.gguf): name one that exists"
+        )
+    return found
+
+
+def _on_hub(
+    name: str,
+    *,
+    revision: str | None,
+    download_dir: str | None,
+    token: bool | str | None,
+    load_format: str,
+    weights: bool,
+) -> ModelSource | None:
+    parsed = hub.parse_hub_name(name)
+    if parsed is None:
+        return None
+    found = hub.fetch(
+        parsed,
+        revision=revision,
+        download_dir=download_dir,
+        token=token,
+        load_format=load_format,
+        weights=weights,
+    )
+    # Links of a snapshot lead into the repository's `blobs`.
+    check_links(found.folder, found.folder.parent.parent)
+    file = gguf_in(found.folder, parsed.tag, parsed.file, load_format)
+    if file is not None:
+        return ModelSource("gguf", file, name, found.commit)
+    return ModelSource("folder", found.folder, name, found.commit)
 
 
 def _in_folder(path: Path, name: str) -> ModelSource:
+    check_links(path, hub.repository_of(path) or path)
     if (path / "config.json").is_file():
         return ModelSource("folder", path, name)
     ggufs = sorted(p for p in path.iterdir() if p.suffix.lower() == ".gguf" and p.is_file())
-    if len(ggufs) == 1:
-        return ModelSource("gguf", ggufs[0], name)
-    if ggufs:
-        shown = ", ".join(p.name for p in ggufs[:4])
-        raise ModelError(f"model folder {name!r} holds {len(ggufs)} GGUF files ({shown}): name one of them")
-    raise ModelError(
-        f"model folder {name!r} has no config.json and no .gguf file: give a folder that holds a checkpoint"
-    )
+    if not ggufs:
+        raise ModelError(
+            f"model folder {name!r} has no config.json and no .gguf file: give a folder that holds a checkpoint"
+        )
+    chosen = choose_gguf([p.name for p in ggufs], None, None, f"model folder {name!r}")
+    return ModelSource("gguf", ggufs[chosen[0]], name)
+
+
+def check_links(folder: Path, root: Path) -> None:
+    """Refuse a folder in which a file of a model is a link that leads out of `root`.
+
+    Raises:
+        ModelError: names the link.
+    """
+    inside = root.resolve()
+    for path in folder.iterdir():
+        if path.is_symlink() and path.suffix.lower() in _READ:
+            target = path.resolve()
+            if target != inside and inside not in target.parents:
+                raise ModelError(
+                    f"{path}: a link to {target}, outside of the model's folder: put the file itself there"
+                )

@@ -6,25 +6,28 @@ length, the tensors' bytes).
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import ModelError
-from octavo.models.hf_config import read_json
+from octavo.models.json_file import parse_object, read_json
+from octavo.models.shards import NOT_WEIGHTS, check_shards
 
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+# Bits per element of every type of the format; those that models are read in are `weights.TORCH_DTYPES`.
+DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32}
+DTYPE_BITS |= {"F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
+DTYPE_BITS |= {"F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 _MAX_HEADER = 100_000_000  # the format's own limit
+_MAX_DIMS, _MAX_DIM = 8, 1 << 48
 INDEX = "model.safetensors.index.json"
-# Mistral's own layout beside Hugging Face's, and LoRA adapters: not weights in our names.
-_OTHER_FILES = ("consolidated", "adapter_model")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `dtype` a key of `DTYPE_BYTES`, `offset` in bytes from the file's start."""
+    """Where a tensor lies: `dtype` a key of `DTYPE_BITS`, `offset` in bytes from the file's start."""
 
     name: str
     dtype: str
@@ -44,10 +47,11 @@ class SafetensorsHeader:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read and check a file's header: every tensor has a known type and lies within the file.
+    """Read and check a file's header: as the format demands, the tensors' bytes follow each other
+    without overlap or gap, and all of them are there.
 
     Raises:
-        ModelError: missing, truncated, corrupt, or with a tensor of another type.
+        ModelError: missing, truncated or corrupt.
     """
     try:
         size = path.stat().st_size
@@ -60,36 +64,80 @@ def read_header(path: Path) -> SafetensorsHeader:
     if not raw:
         raise ModelError(f"{path}: truncated or not a safetensors file ({size} bytes): fetch the file again")
     try:
-        entries = json.loads(raw)
+        entries = parse_object(raw, unique=True)
         entries.pop("__metadata__", None)
         tensors = [_entry(name, entry, 8 + length) for name, entry in entries.items()]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ModelError(f"{path}: corrupt safetensors header: fetch the file again") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"{path}: corrupt safetensors header ({str(error)[:200] or type(error).__name__}): "
+            "fetch the file again"
+        ) from None
+    tensors.sort(key=lambda t: (t.offset, t.nbytes))
+    at = 8 + length
     for tensor in tensors:
-        if tensor.dtype not in DTYPE_BYTES:
+        if tensor.offset != at:
+            what = "overlaps another" if tensor.offset < at else "leaves a gap before it"
             raise ModelError(
-                f"{path}: tensor {tensor.name!r} has type {tensor.dtype}, which is not supported: "
-                f"use a checkpoint in {', '.join(DTYPE_BYTES)}"
+                f"{path}: corrupt safetensors header: tensor {tensor.name!r} {what}: fetch the file again"
             )
-        if tensor.nbytes != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
+        at += tensor.nbytes
+        if at > size:
             raise ModelError(
-                f"{path}: corrupt header: size of {tensor.name!r} is wrong: fetch the file again"
+                f"{path}: truncated: tensor {tensor.name!r} ends at byte {at} of a file of {size}: fetch the "
+                "file again"
             )
-        if tensor.offset + tensor.nbytes > size:
-            raise ModelError(
-                f"{path}: truncated: tensor {tensor.name!r} ends at byte {tensor.offset + tensor.nbytes} "
-                f"of a file of {size}: fetch the file again"
-            )
-    tensors.sort(key=lambda t: t.offset)
     return SafetensorsHeader(path, size, raw, {t.name: t for t in tensors})
 
 
-def _entry(name: str, entry: dict, base: int) -> StoredTensor:
+def _entry(name: str, entry: dict[str, Any], base: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not 0 <= begin <= end or any(not isinstance(n, int) or n < 0 for n in shape):
-        raise ValueError(name)
-    return StoredTensor(name, entry["dtype"], shape, base + begin, end - begin)
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    bits = DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise ValueError(f"tensor {name[:100]!r} has the unknown type {dtype!r}")
+    if len(shape) > _MAX_DIMS or not all(type(n) is int and 0 <= n < _MAX_DIM for n in shape):
+        raise ValueError(f"tensor {name[:100]!r} has no possible shape")
+    if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
+        raise ValueError(f"tensor {name[:100]!r} has no possible place")
+    if (end - begin) * 8 != math.prod(shape) * bits:
+        raise ValueError(f"the size of tensor {name[:100]!r} is wrong")
+    return StoredTensor(name, dtype, shape, base + begin, end - begin)
+
+
+def indexed_names(index: Path) -> list[str]:
+    """The files that an index names, sorted.
+
+    Raises:
+        ModelError: no index, or one that names what cannot be a file of its own folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: has no weight_map: fetch the file again")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise ModelError(
+                f"{index}: names {name[:200]!r}, which is no file of this folder: fetch it again from where "
+                "you trust"
+            )
+    return names
+
+
+def list_indexed(index: Path) -> list[Path]:
+    """The files that an index names, all of which are there.
+
+    Raises:
+        ModelError: as `indexed_names`, or a file is missing.
+    """
+    names = indexed_names(index)
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{index.parent / missing[0]}: missing, though {index.name} names it"
+            + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+            + ": fetch the model's other files"
+        )
+    return [index.parent / name for name in names]
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -100,18 +148,9 @@ def list_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index}: has no weight_map: fetch the file again")
-        names = sorted({str(name) for name in weight_map.values()})
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(
-                f"{folder / missing[0]}: missing, though {INDEX} names it"
-                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
-                + ": fetch the model's other files"
-            )
-        return [folder / name for name in names]
+        return list_indexed(index)
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(_OTHER_FILES))
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(NOT_WEIGHTS))
+    check_shards(files)
+    return files

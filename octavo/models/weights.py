@@ -1,7 +1,7 @@
-"""Weights of a checkpoint folder: safetensors mapped into memory, or PyTorch's own files.
+"""Weights of a checkpoint folder: safetensors streamed from their files, or PyTorch's own format.
 
 A yielded tensor is a view of the mapped file, so that a weight is in memory once, where its consumer
-copies it; pages behind it are the system's to drop.
+copies it; pages are read ahead of the consumer and let go behind it (`read_ahead`).
 """
 
 from __future__ import annotations
@@ -12,53 +12,43 @@ from pathlib import Path
 import torch
 
 from octavo.errors import ModelError
-from octavo.models.hf_config import read_json
-from octavo.models.safetensors_file import StoredTensor, list_files, read_header
+from octavo.models.bin_file import list_bins, load_bin
+from octavo.models.mapped_file import MappedFile
+from octavo.models.read_ahead import Span, read_spans
+from octavo.models.safetensors_file import SafetensorsHeader, list_files, read_header
 from octavo.models.targets import Targets, check_tensors
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BIN_INDEX = "pytorch_model.bin.index.json"
-
-
-def map_file(path: Path, size: int) -> torch.Tensor:
-    """The bytes of a file as uint8 `[size]`, mapped privately: read on touch, never written back."""
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-
-
-def typed_view(data: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """`nbytes` of mapped bytes from `offset` on as elements of `dtype`; a copy only if misaligned."""
-    piece = data[offset : offset + nbytes]
-    if offset % dtype.itemsize:
-        piece = piece.clone()
-    return piece.view(dtype)
 
 
 def folder_weights(
-    folder: Path, targets: Targets, architecture: str, allow_bin: bool
+    folder: Path, targets: Targets, architecture: str, load_format: str, device: torch.device
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
-    """Total bytes, and the weights one by one, of a checkpoint folder.
+    """Total bytes, and the weights one by one in the order of their files, of a checkpoint folder.
 
     Args:
         targets: what the model takes.
         architecture: of the model, for messages.
-        allow_bin: take `pytorch_model*.bin` if there is no safetensors file.
+        load_format: "safetensors", "pt" (`pytorch_model*.bin`), or "auto": the latter only where there
+            are none of the former.
+        device: where the consumer copies them; the tensors lie on the CPU.
 
     Raises:
         ModelError: no weights, a missing shard, a truncated or corrupt file, or weights other than
             the model's.
     """
-    files = list_files(folder)
-    if files:
-        return _safetensors(folder, files, targets, architecture)
-    if allow_bin and (bins := _bin_files(folder)):
-        return sum(p.stat().st_size for p in bins), _bins(folder, bins, targets, architecture)
+    if load_format != "pt" and (files := list_files(folder)):
+        return _safetensors(folder, files, targets, architecture, device)
+    if load_format != "safetensors" and (bins := list_bins(folder)):
+        return _bins(folder, bins, targets, architecture)
+    what = "pytorch_model*.bin" if load_format == "pt" else "safetensors"
     raise ModelError(
-        f"{folder}: no safetensors file: fetch the weights, or give --load-format dummy for random ones"
+        f"{folder}: no {what} file: fetch the weights, or give --load-format dummy for random ones"
     )
 
 
 def _safetensors(
-    folder: Path, files: list[Path], targets: Targets, architecture: str
+    folder: Path, files: list[Path], targets: Targets, architecture: str, device: torch.device
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     headers = [read_header(path) for path in files]
     stored: dict[str, tuple[int, ...]] = {}
@@ -70,49 +60,55 @@ def _safetensors(
                 )
             stored[name] = tensor.shape
     wanted = set(check_tensors(stored, targets, folder, architecture))
-
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for header in headers:
-            data = map_file(header.path, header.size)
-            for name, tensor in header.tensors.items():
-                if name in wanted:
-                    yield name, _view(data, tensor)
-
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name in wanted and tensor.dtype not in TORCH_DTYPES:
+                raise ModelError(
+                    f"{header.path}: tensor {name!r} has type {tensor.dtype}, which is not supported: "
+                    f"use a checkpoint in {', '.join(TORCH_DTYPES)}"
+                )
     total = sum(t.nbytes for h in headers for name, t in h.tensors.items() if name in wanted)
-    return total, read()
+    return total, _read(headers, wanted, device)
 
 
-def _view(data: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
-    return typed_view(data, tensor.offset, tensor.nbytes, TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
-
-
-def _bin_files(folder: Path) -> list[Path]:
-    index = folder / BIN_INDEX
-    if not index.exists():
-        return sorted(folder.glob("pytorch_model*.bin"))
-    names = sorted({str(name) for name in (read_json(index).get("weight_map") or {}).values()})
-    for name in names:
-        if not (folder / name).is_file():
-            raise ModelError(
-                f"{folder / name}: missing, though {BIN_INDEX} names it: fetch the model's other files"
-            )
-    return [folder / name for name in names]
+def _read(
+    headers: list[SafetensorsHeader], wanted: set[str], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = []
+    spans = []
+    for header in headers:
+        file = MappedFile(header.path, header.size)
+        for name, tensor in header.tensors.items():
+            if name in wanted:
+                tensors.append(tensor)
+                spans.append(Span(file, tensor.offset, tensor.nbytes))
+    for tensor, raw in zip(tensors, read_spans(spans, device), strict=True):
+        dtype = TORCH_DTYPES[tensor.dtype]
+        # The format doesn't promise that a tensor's bytes begin where PyTorch wants them.
+        aligned = raw.clone() if tensor.offset % dtype.itemsize else raw
+        yield tensor.name, aligned.view(dtype).view(tensor.shape)
 
 
 def _bins(
     folder: Path, files: list[Path], targets: Targets, architecture: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    states = []
+) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+    tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        try:
-            # weights_only: the file is a pickle, and may otherwise run code.
-            states.append(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelError(
-                f"{path}: cannot be loaded safely ({reason}): fetch it again, or use safetensors"
-            ) from None
-    tensors = {name: tensor for state in states for name, tensor in state.items()}
+        for name, tensor in load_bin(path).items():
+            if name in tensors:
+                raise ModelError(f"{path}: tensor {name!r} is also in another file: remove one of the two")
+            tensors[name] = tensor
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in check_tensors(shapes, targets, folder, architecture):
-        yield name, tensors[name]
+    wanted = check_tensors(shapes, targets, folder, architecture)
+    for name in wanted:
+        if tensors[name].dtype not in TORCH_DTYPES.values():
+            raise ModelError(
+                f"{folder}: tensor {name!r} has type {tensors[name].dtype}, which is not supported: "
+                f"use a checkpoint in {', '.join(TORCH_DTYPES)}"
+            )
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in wanted:
+            yield name, tensors[name]
+
+    return sum(tensors[name].nbytes for name in wanted), read()

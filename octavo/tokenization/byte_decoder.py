@@ -3,7 +3,8 @@
 For byte-level BPE (GPT-2, Llama 3, Qwen) this is the definition of decoding. For SentencePiece
 vocabularies with byte fallback it agrees with the `tokenizers` library on valid UTF-8; on invalid
 byte runs that library turns every byte of the run into U+FFFD, valid characters included, which no
-stream could do (they have been sent); here only the invalid bytes become U+FFFD.
+stream could do (they have been sent); here only the invalid bytes become U+FFFD. A continuation of a
+WordPiece vocabulary that stands first loses its `##` here too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,22 @@ def _byte_fallback(token: str) -> str | bytes:
     return bytes([int(match[1], 16)]) if match else token
 
 
+def _word_piece(prefix: str, cleanup: bool) -> Step:
+    """Words of WordPiece: a space before each that is no continuation, and none before punctuation."""
+    # The library's own list; it looks at one token at a time too.
+    closing = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m"}
+    closing |= {" do not": " don't", " 's": "'s", " 've": "'ve", " 're": "'re"}
+
+    def step(token: str) -> str:
+        text = token.replace(prefix, "", 1) if token.startswith(prefix) else " " + token
+        if cleanup:
+            for old, new in closing.items():
+                text = text.replace(old, new)
+        return text
+
+    return step
+
+
 def _replace(old: str, new: str) -> Step:
     return lambda token: token.replace(old, new)
 
@@ -88,12 +105,15 @@ class ByteDecoder:
         elif kind == "Metaspace":
             self._steps.append(_replace(part["replacement"], " "))
             self.lead = int(part.get("prepend_scheme", "always") != "never")
+        elif kind == "WordPiece":
+            self._steps.append(_word_piece(part["prefix"], part["cleanup"]))
+            self.lead = 1
         elif kind == "Strip" and part["content"] == " " and part["stop"] == 0:
             self.lead = part["start"]
         elif kind != "Fuse":
             raise ModelError(
                 f"the tokenizer's decoder {kind!r} is not supported: "
-                "use one with a ByteLevel or SentencePiece decoder in tokenizer.json"
+                "use one with a ByteLevel, SentencePiece or WordPiece decoder in tokenizer.json"
             )
 
     def __call__(self, token: str) -> bytes:

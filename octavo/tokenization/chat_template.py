@@ -13,11 +13,19 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import ConfigError, RequestError
+from octavo.tokenization.template_sandbox import (
+    MAX_TEMPLATE_CHARS,
+    BoundedEnvironment,
+    TemplateLimitError,
+    check_json,
+)
 
-_CONTINUE_TAG = "\x02octavo continues here\x03"
+# It ends in a space, as Transformers' does: a template that trims the message takes the space too, which
+# tells that the spaces before the mark would have gone as well.
+_CONTINUE_TAG = "\x02octavo continues here\x03 "
+_MAX_WORDS = 500
 
 
 class _Generation(jinja2.ext.Extension):
@@ -42,6 +50,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    check_json(value, indent, separators)
     # Jinja's own filter escapes HTML, which no model has seen in training.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -53,11 +62,11 @@ def _strftime_now(format: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -65,16 +74,28 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=32)
 def _compile(template: str) -> tuple[jinja2.Template, bool]:
-    """The compiled template, and whether it wants message contents as lists of parts."""
+    """The compiled template, and whether it wants message contents as lists of parts.
+
+    Raises:
+        TemplateSyntaxError: it does not parse, is too long or too deeply nested.
+    """
+    if len(template) > MAX_TEMPLATE_CHARS:
+        raise jinja2.TemplateSyntaxError(
+            f"it has {len(template)} characters, at most {MAX_TEMPLATE_CHARS} are read", 1
+        )
     environment = _environment()
-    tree = environment.parse(template)
-    return environment.from_string(template), _wants_parts(tree)
+    try:
+        return environment.from_string(template), _wants_parts(environment.parse(template))
+    except (RecursionError, MemoryError, SyntaxError):  # of Jinja's parser, and of Python's
+        raise jinja2.TemplateSyntaxError("it is too deeply nested", 1) from None
 
 
 def _wants_parts(tree: nodes.Template) -> bool:
     """Whether a template loops over a message's content and never asks if it is a string."""
 
     def is_content(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.EnvironmentAttribute):
+            node = node.args[0]  # as the sandbox counts it
         if isinstance(node, nodes.Getitem):
             return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
         return isinstance(node, nodes.Getattr) and node.attr == "content"
@@ -111,7 +132,8 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]], as_parts: bool = Fal
 
     Args:
         messages: OpenAI-style; `content` is a string, None, or a list of `{"type": "text", "text": …}`,
-            whose texts are joined by newlines.
+            whose texts are joined by newlines. Beside tool calls a content of None, or none at all,
+            stays so, since templates ask for it; elsewhere it becomes an empty text.
         as_parts: give contents as lists of text parts instead of strings.
 
     Raises:
@@ -128,11 +150,13 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]], as_parts: bool = Fal
             raise RequestError(f"{where} is not an object: give one with a role and a content", "messages")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where} has no role: give system, user, assistant or tool", "messages")
-        texts = _texts(message.get("content"), where)
-        content: Any = [{"type": "text", "text": t} for t in texts] if as_parts else "\n".join(texts)
-        copy = {**message, "content": content}
-        if message.get("tool_calls"):
-            copy["tool_calls"] = [_parsed_call(call, where) for call in message["tool_calls"]]
+        copy = dict(message)
+        calls = message.get("tool_calls")
+        if message.get("content") is not None or not calls:
+            texts = _texts(message.get("content"), where)
+            copy["content"] = [{"type": "text", "text": t} for t in texts] if as_parts else "\n".join(texts)
+        if calls:
+            copy["tool_calls"] = [_parsed_call(call, where) for call in calls]
         out.append(copy)
     return out
 
@@ -221,25 +245,26 @@ def render_chat(
     if continue_final_message:
         final = _tag_final(chat[-1])
     variables = {**special_tokens, "documents": None, **kwargs}
+    variables = {
+        **variables,
+        "messages": chat,
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
-        text = compiled.render(
-            {
-                **variables,
-                "messages": chat,
-                "tools": [dict(tool) for tool in tools] if tools else None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        text = _environment().render(compiled, variables)
+    except TemplateLimitError as error:
+        raise RequestError(f"the chat template was stopped: {error.message}", "messages") from None
     # A template is a program: whatever it raises is about these messages.
     except Exception as error:
-        words = " ".join(str(error).split()) or type(error).__name__
+        words = " ".join(str(error)[: 4 * _MAX_WORDS].split())[:_MAX_WORDS] or type(error).__name__
         raise RequestError(f"the chat template refused the messages: {words}", "messages") from None
     return _cut_at_tag(text, final) if continue_final_message else text
 
 
 def _tag_final(message: dict[str, Any]) -> str:
     """Mark the end of the last message's text; the text without the mark."""
-    content = message["content"]
+    content = message.get("content")
     final = content[-1]["text"] if content and isinstance(content, list) else content
     if not final:
         raise RequestError(
@@ -253,11 +278,11 @@ def _tag_final(message: dict[str, Any]) -> str:
 
 
 def _cut_at_tag(text: str, final: str) -> str:
-    cut = text.rfind(_CONTINUE_TAG)
+    cut = text.rfind(_CONTINUE_TAG.rstrip())
     if cut < 0 or final.strip() not in text:
         raise RequestError(
             "continue_final_message: the chat template drops or changes the final message, "
             "so that it cannot be continued: set it to false",
             "continue_final_message",
         )
-    return text[:cut]
+    return text[:cut] if text.startswith(_CONTINUE_TAG, cut) else text[:cut].rstrip()

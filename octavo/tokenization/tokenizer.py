@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.errors import ModelError, RequestError
 from octavo.tokenization.byte_decoder import ByteDecoder
 from octavo.tokenization.chat_template import render_chat
-
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from octavo.tokenization.parts import TokenizerParts
 
 
 class _ByteTable(dict[int, bytes]):
@@ -36,23 +35,6 @@ class _ByteTable(dict[int, bytes]):
         token = None if token_id in self._skip else self._backend.id_to_token(token_id)
         value = self[token_id] = b"" if token is None else self._decoder(token)
         return value
-
-
-@dataclass(frozen=True)
-class TokenizerParts:
-    """What a tokenizer is built from.
-
-    Attributes:
-        backend: the `tokenizers` object; its post-processor writes BOS and EOS.
-        special_tokens: `bos_token`, `eos_token`, … to their text, as chat templates name them.
-        chat_templates: name ("default", "tool_use") to Jinja text.
-        extra_eos: further tokens that end a turn, by text.
-    """
-
-    backend: Backend
-    special_tokens: dict[str, str]
-    chat_templates: dict[str, str] = field(default_factory=dict)
-    extra_eos: tuple[str, ...] = ()
 
 
 class Tokenizer:
@@ -88,6 +70,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
         decoder = ByteDecoder(json.loads(state))
+        self._starts_added = _start_pattern(added.values()) if parts.leading_space else None
         self.lead = decoder.lead
         self._bytes = _ByteTable(backend, decoder, frozenset(), self.vocab_size)
         self._bytes_no_special = _ByteTable(backend, decoder, frozenset(special), self.vocab_size)
@@ -110,15 +93,20 @@ class Tokenizer:
         Raises:
             RequestError: the text holds a lone surrogate.
         """
-        _check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode(self._prepared(text), add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of many texts, on all cores."""
-        for text in texts:
-            _check_text(text)
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        prepared = [self._prepared(text) for text in texts]
+        encodings = self._backend.encode_batch_fast(prepared, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def _prepared(self, text: str) -> str:
+        """A text as the backend takes it: checked, and with the leading space of `leading_space`."""
+        _check_text(text)
+        if self._starts_added is None or not text or self._starts_added.match(text):
+            return text
+        return " " + text
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; ids beyond the vocabulary add nothing.
@@ -218,6 +206,13 @@ def strip_lead(data: bytes, lead: int) -> tuple[bytes, int]:
     return data, lead
 
 
+def _start_pattern(added: Iterable[AddedToken]) -> re.Pattern[str]:
+    """Matches a text that begins with an added token."""
+    longest_first = sorted(added, key=lambda token: -len(token.content))
+    choices = [(r"\s*" if token.lstrip else "") + re.escape(token.content) for token in longest_first]
+    return re.compile("|".join(choices) or r"(?!)")
+
+
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
         raise RequestError(f"text of type {type(text).__name__} cannot be tokenized: give a string")
@@ -234,12 +229,14 @@ def load_tokenizer(path: str | Path, tokenizer_override: str | None = None) -> T
     """Load a model's tokenizer.
 
     Args:
-        path: a folder as Hugging Face writes it (tokenizer.json and its companions), or a GGUF file.
+        path: a folder as `read_folder` takes it (tokenizer.json, or a vocabulary in another form, and
+            what lies beside it), or a GGUF file.
         tokenizer_override: such a folder or file to use instead of the model's own.
 
     Raises:
         ModelError: no tokenizer there, or one that cannot be read.
     """
+    from octavo.tokenization.folder import read_folder
     from octavo.tokenization.gguf_tokenizer import read_gguf_tokenizer
 
     place = Path(tokenizer_override).expanduser() if tokenizer_override else Path(path)
@@ -250,99 +247,3 @@ def load_tokenizer(path: str | Path, tokenizer_override: str | None = None) -> T
     if place.is_dir():
         return Tokenizer(read_folder(place))
     raise ModelError(f"tokenizer {str(place)!r} is neither a folder nor a .gguf file: give one that exists")
-
-
-def read_folder(folder: Path) -> TokenizerParts:
-    """The tokenizer of a Hugging Face folder.
-
-    tokenizer.json alone decides whether BOS and EOS are added, as in Transformers 5: the flags
-    `add_bos_token` and `add_eos_token` of tokenizer_config.json are for folders without one.
-    """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(
-            f"{folder} has no tokenizer.json: add it (Transformers writes it with save_pretrained) "
-            "or name another tokenizer with --tokenizer"
-        )
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{file} cannot be read ({error}): fetch it again") from None
-    try:
-        return _with_companions(folder, backend)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # a value of the wrong kind
-        raise ModelError(
-            f"{folder}: tokenizer_config.json or a file beside it is malformed ({error}): fetch them again"
-        ) from None
-
-
-def _with_companions(folder: Path, backend: Backend) -> TokenizerParts:
-    """The tokenizer with what the files beside tokenizer.json add: named tokens and chat templates."""
-    config = _read_json(folder / "tokenizer_config.json")
-    named = {**_read_json(folder / "special_tokens_map.json"), **config}
-    known = backend.get_added_tokens_decoder()
-    declared = {int(i): entry for i, entry in (config.get("added_tokens_decoder") or {}).items()}
-    backend.add_tokens([_added_token(declared[i]) for i in sorted(declared) if i not in known])
-    special = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
-    extra = [t for t in map(_token_text, _extra_special(named)) if t]
-    already = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    missing = [t for t in dict.fromkeys([*special.values(), *extra]) if t not in already]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in missing])
-    return TokenizerParts(backend, special, _folder_templates(folder, config))
-
-
-def set_bos_eos(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Make `encode` write BOS before and EOS after a text, each if given."""
-    ids = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
-    for text, token_id in ids.items():
-        if token_id is None:
-            raise ModelError(
-                f"the special token {text!r} is not in the tokenizer's vocabulary: correct its files"
-            )
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        pair=[*([bos] if bos else []), "$A", "$B", *([eos] if eos else [])],
-        special_tokens=[(text, token_id) for text, token_id in ids.items() if token_id is not None],
-    )
-
-
-def _added_token(entry: Mapping[str, Any]) -> AddedToken:
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(entry["content"], **{name: entry[name] for name in names if name in entry})
-
-
-def _extra_special(named: Mapping[str, Any]) -> list[Any]:
-    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
-    return list(extra.values()) if isinstance(extra, Mapping) else list(extra)
-
-
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read ({error}): fetch it again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} does not hold a JSON object: fetch it again")
-    return value
-
-
-def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; files win over tokenizer_config.json, as in Transformers."""
-    value = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, str):
-        value = [{"name": "default", "template": value}]
-    templates = {entry["name"]: entry["template"] for entry in value or ()}
-    files = {"default": folder / "chat_template.jinja"}
-    files.update({file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")})
-    for name, file in files.items():
-        if file.is_file():
-            templates[name] = file.read_text(encoding="utf-8")
-    return templates

@@ -58,8 +58,10 @@ class DecodeGraphs:
         return next(size for size in self._sizes if size >= n)
 
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[size, vocab]` and likeliest tokens int32 `[size]` of a padded step; the next one overwrites
-        both."""
+        """Logits `[size, vocab]` and likeliest tokens int32 `[size]` of a padded step.
+
+        The next step overwrites both.
+        """
         size = len(inputs.slots)
         recorded = self._graphs.get(size)
         if recorded is not None:

@@ -134,7 +134,12 @@ class InputBatch:
                 )
             if rows:
                 places = np.concatenate(rows).astype(np.int64) * table.shape[1] + np.concatenate(columns)
-                d_places, d_blocks = self._send(places, np.concatenate(blocks))
+                ids = np.concatenate(blocks)
+                # Nobody reads the others before a window: the table keeps ids that are stale, but valid.
+                held = ids >= 0
+                if not held.all():
+                    places, ids = places[held], ids[held]
+                d_places, d_blocks = self._send(places, ids)
                 table.view(-1)[d_places] = d_blocks.int()
 
     def layout(self, plan: StepPlan, size: int | None = None) -> StepInputs:

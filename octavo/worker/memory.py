@@ -9,6 +9,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv.format import KVGroup
+from octavo.kv.groups import page_bytes
 from octavo.planning.hardware import detect_memory
 
 GIB = 1 << 30
@@ -80,13 +81,14 @@ def num_blocks(budget: KVBudget, groups: list[KVGroup], most: int) -> int:
     """Blocks that the budget holds, at most `most` (what all requests together could use).
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: there is not even one block for each group.
     """
-    block_bytes = sum(group.block_bytes() for group in groups)
+    block_bytes = page_bytes(groups)
     blocks = min(budget.num_bytes // block_bytes, most)
-    if blocks < 1:
+    if blocks < len(groups):
         raise ConfigError(
             f"the KV cache gets {budget.num_bytes} bytes ({budget.reason}) but one block needs {block_bytes}"
-            ": raise kv_cache_memory_bytes or the memory utilization"
+            + (f" and {len(groups)} groups of layers one each" if len(groups) > 1 else "")
+            + ": raise kv_cache_memory_bytes or the memory utilization"
         )
     return blocks

@@ -14,7 +14,9 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.kv.capacity import blocks_of, token_capacity
 from octavo.kv.format import KVGroup
+from octavo.kv.groups import describe_pool, page_bytes
 from octavo.kv.keys import root_key
 from octavo.layers.rotary import rope_variant
 from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
@@ -26,6 +28,7 @@ from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import find_model
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
+from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 
@@ -103,7 +106,7 @@ class Worker:
                 "device": self._describe_device(threads),
                 "dtype": self.dtype,
                 "attention": self.model.attention_layers()[0].backend.name,
-                "kv cache": f"{self.facts.num_blocks} blocks of {config.block_size} tokens",
+                "kv cache": describe_pool(self.groups, self.facts.num_blocks),
                 "decode steps": "CUDA graphs, recorded at first use" if self.runner.graphs else "eager",
                 "loading": f"{loaded - begin:.2f} s",
                 "profile and cache": f"{ready - loaded:.2f} s",
@@ -159,19 +162,21 @@ class Worker:
         config, block_size = self.config, self.config.block_size
         activations = self._profile(wanted) if self.device.type == "cuda" else 0
         budget = kv_budget(config, self.device, activations)
-        most = config.max_num_seqs * -(-wanted // block_size)
+        # As if windows freed nothing: what they free serves the prefix cache.
+        most = config.max_num_seqs * blocks_of(wanted, block_size) * len(self.groups)
         blocks = num_blocks(budget, self.groups, most)
         length = wanted
-        if blocks * block_size < wanted:
+        capacity = token_capacity(self.groups, blocks, wanted)
+        if capacity < wanted:
             if config.max_model_len == "auto":
-                length = blocks * block_size
+                length = capacity
                 if length < 2:
                     raise ConfigError(f"the KV cache holds {length} tokens: give it more memory")
             else:
                 logger.warning(
                     "the KV cache holds %d tokens, fewer than max_model_len=%d: longer requests will be "
                     "refused (give it more memory, or set max_model_len)",
-                    blocks * block_size,
+                    capacity,
                     wanted,
                 )
         self.facts = ModelFacts(
@@ -190,7 +195,7 @@ class Worker:
         return ModelRunner(
             self.model,
             self.groups,
-            [self._new_cache(group, blocks) for group in self.groups for _ in group.layers],
+            allocate_caches(self.groups, blocks, self.device),
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=length,
             max_rows=self.max_num_batched_tokens,
@@ -198,21 +203,6 @@ class Worker:
             device=self.device,
             use_graphs=self.device.type == "cuda" and not self.config.enforce_eager,
         )
-
-    def _new_cache(self, group: KVGroup, blocks: int) -> torch.Tensor:
-        shape = (blocks, *group.format.layer_block_shape())
-        dtype = DTYPES[group.format.dtype]
-        if self.device.type == "cpu":
-            # NumPy's zeros cost no memory until they are written; PyTorch's do.
-            raw = np.zeros(blocks * group.format.layer_block_bytes(), np.uint8)
-            return torch.from_numpy(raw).view(dtype).view(shape)
-        try:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the KV cache does not fit on {self.device}: {str(error).splitlines()[0]} Lower "
-                "gpu_memory_utilization or kv_cache_memory_bytes"
-            ) from None
 
     def _profile(self, length: int) -> int:
         """Peak bytes of the largest step, beyond what is allocated now: full budget, full sampling."""
@@ -226,7 +216,7 @@ class Worker:
         per_request = [-(-int(c) // self.config.block_size) for c in counts]
         firsts = np.concatenate(([0], np.cumsum(per_request)))
         runner = self._make_runner(int(firsts[-1]), length)
-        kv_bytes = sum(cache.nbytes for cache in runner.kv_caches)
+        kv_bytes = int(firsts[-1]) * page_bytes(self.groups)
         torch.cuda.reset_peak_memory_stats(self.device)
         # top_p and penalties are the sampling that needs most memory.
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=1)

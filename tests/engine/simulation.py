@@ -1,12 +1,14 @@
 """An engine core over a pretend model: tests drive the scheduler without tensors.
 
 The pretend model is a pure function of a request's seed and the tokens before; its KV cache is a
-dictionary of what each block slot holds, so reading a wrong or stale block yields a wrong token.
+dictionary of what each block slot holds (for which group of layers, and the tokens up to there), so
+reading a wrong, stale or freed block fails.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,12 +50,19 @@ class Done:
 class PretendExecutor(Executor):
     """Keeps device tables as a worker would, and a cache that remembers what was written where."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int, groups: int = 1):
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        windows: Sequence[int | None] = (None,),
+    ):
+        """A model with one layer per entry of `windows`, each a KV group of its own."""
         fmt = KVFormat("float32", config.block_size, 1, 1)
         self.facts = ModelFacts(
             max_model_len=max_model_len,
             vocab_size=VOCAB,
-            groups=[KVGroup(f"g{g}", (g,), fmt) for g in range(groups)],
+            groups=[KVGroup(f"g{g}", (g,), fmt, window) for g, window in enumerate(windows)],
             num_blocks=num_blocks,
             cache_root=b"r" * 32,
             overlap=False,
@@ -64,8 +73,9 @@ class PretendExecutor(Executor):
         shape = (config.max_num_seqs, max_model_len)
         self.tokens = np.full(shape, -7, np.int64)
         self.computed = np.zeros(config.max_num_seqs, np.int64)
-        self.tables = [np.full(shape, -1, np.int64) for _ in range(groups)]
-        self.cache: list[dict[int, tuple[int, ...]]] = [{} for _ in range(groups)]
+        self.windows = windows
+        self.tables = [np.full(shape, -1, np.int64) for _ in windows]
+        self.cache: dict[int, tuple[int, tuple[int, ...]]] = {}  # one pool for all groups
         self.fail_at: int | None = None
         self.largest = 0
         self.plans: list[StepPlan] = []
@@ -87,32 +97,40 @@ class PretendExecutor(Executor):
         # As on a device: all rows are written before any is read.
         for slot, start, end in zip(plan.slots, plan.start, ends, strict=True):
             for p in range(start, end):
-                for cache, table in zip(self.cache, self.tables, strict=True):
-                    block = table[slot, p // self.block_size]
-                    cache[block * self.block_size + p % self.block_size] = tuple(self.tokens[slot, : p + 1])
+                held = tuple(self.tokens[slot, : p + 1])
+                for group in range(len(self.tables)):
+                    self.cache[self.place(group, slot, p)] = (group, held)
         out = np.full((len(plan.slots), 1), -1, np.int32)
-        for i, (slot, end) in enumerate(zip(plan.slots, ends, strict=True)):
+        for i, (slot, start, end) in enumerate(zip(plan.slots, plan.start, ends, strict=True)):
             self.computed[slot] = end
+            for group, window in enumerate(self.windows):
+                if window is not None or plan.samples[i]:  # the whole context less often
+                    for p in range(0 if window is None else max(0, start - window + 1), end):
+                        held = self.cache[self.place(group, slot, p)]
+                        assert held == (group, tuple(self.tokens[slot, : p + 1])), "a row read other KV"
             if plan.samples[i]:
-                for cache, table in zip(self.cache, self.tables, strict=True):
-                    for p in range(end):
-                        block = table[slot, p // self.block_size]
-                        held = cache[block * self.block_size + p % self.block_size]
-                        assert held == tuple(self.tokens[slot, : p + 1]), "a row read KV of other tokens"
                 out[i] = next_token(tuple(self.tokens[slot, :end]))
                 if end < self.tokens.shape[1]:
                     self.tokens[slot, end] = out[i, 0]
         return Done(StepResult(tokens=out, num_tokens=plan.samples.astype(np.int32)))
 
+    def place(self, group: int, slot: int, position: int) -> int:
+        """Where a token's KV lies, as the block table of the group says."""
+        block = self.tables[group][slot, position // self.block_size]
+        assert block >= 0, "a row read or wrote where the table has no block"
+        return int(block) * self.block_size + position % self.block_size
+
     def close(self) -> None:
         self.plans.clear()
 
 
-def make_core(num_blocks: int = 64, max_model_len: int = 200, groups: int = 1, **settings) -> EngineCore:
+def make_core(
+    num_blocks: int = 64, max_model_len: int = 200, windows: Sequence[int | None] = (None,), **settings
+) -> EngineCore:
     """An engine core over the pretend model, every invariant checked after each step."""
     values = dict(max_num_seqs=8, max_num_batched_tokens=64, block_size=8, check_invariants=True) | settings
     config = EngineConfig(**values)
-    return EngineCore(config, PretendExecutor(config, num_blocks, max_model_len, groups))
+    return EngineCore(config, PretendExecutor(config, num_blocks, max_model_len, windows))
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8, **fields) -> CoreRequest:

@@ -34,9 +34,9 @@ def test_tokens_do_not_depend_on_chunks_blocks_or_overlap(overlap, budget, block
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_preemption_changes_no_token_and_is_no_cache_hit(overlap, groups):
-    core = make_core(num_blocks=24 * groups, async_scheduling=overlap, groups=groups)
+@pytest.mark.parametrize("windows", [(None,), (None, None), (None, 200)])
+def test_preemption_changes_no_token_and_is_no_cache_hit(overlap, windows):
+    core = make_core(num_blocks=24 * len(windows), async_scheduling=overlap, windows=windows)
     work = prompts(8, 10, 30, seed=3)
     for i, prompt in enumerate(work):
         core.add(request(str(i), prompt, 60))

@@ -37,7 +37,7 @@ def ragged_batch(
         table[i, :count] = blocks
         position = torch.arange(context)
         slot = blocks[position // size] * size + position % size if context else position
-        kv = torch.randn(context, 2, fmt.num_kv_heads, fmt.head_dim, generator=g)
+        kv = torch.randn(context, *fmt.layer_block_shape()[:2], fmt.head_dim, generator=g)
         cache[slot // size, :, :, slot % size] = kv
         slots.append(slot[context - rows :])
     starts = torch.tensor([0] + [rows for rows, _ in shapes]).cumsum(0)
@@ -57,8 +57,28 @@ def ragged_batch(
     return q.to(device, dtype), cache.to(device, dtype), meta
 
 
+def forget_before_window(cache: torch.Tensor, meta: AttentionMetadata, window: int) -> int:
+    """What becomes of blocks that lie wholly before the windows of all of a request's rows: NaN in them,
+    and their table entries name another block of NaN. Returns how many there were."""
+    size, forgotten = cache.shape[3], 0
+    rows = meta.query_start.diff().tolist()
+    nowhere = meta.block_table.flatten()[-1]  # a spare entry: see ragged_batch
+    assert bool(cache[int(nowhere)].isnan().all())
+    for i, context in enumerate(meta.seq_lens.tolist()):
+        left = max(0, context - rows[i] - window + 1) // size
+        cache[meta.block_table[i, :left].long()] = float("nan")
+        meta.block_table[i, :left] = nowhere
+        forgotten += left
+    return forgotten
+
+
 def attention_float64(
-    q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of every row by itself, in float64."""
     q, cache = q.double(), cache.double()
@@ -72,6 +92,8 @@ def attention_float64(
             position = torch.arange(first, last + 1, device=q.device)
             kv = cache[table[i, position // size], :, :, position % size]  # [positions, 2, kv_heads, dim]
             kv = kv.repeat_interleave(heads // kv_heads, dim=2)
-            probs = (torch.einsum("hd,phd->hp", q[row], kv[:, 0]) * scale).softmax(-1)
-            out[row] = torch.einsum("hp,phd->hd", probs, kv[:, 1])
+            scores = torch.einsum("hd,phd->hp", q[row], kv[:, 0]) * scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            out[row] = torch.einsum("hp,phd->hd", scores.softmax(-1), kv[:, 1])
     return out

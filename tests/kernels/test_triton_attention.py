@@ -11,10 +11,11 @@ from octavo.kernels.triton import attention as kernels
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import TorchAttention
 from octavo.layers.attention_triton import TritonAttention
-from tests.kernels.ragged import attention_float64, ragged_batch
+from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bfloat16 product")
+PREFILL_CONFIG = kernels.prefill_config
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 
 
@@ -26,8 +27,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that tiny batches need several of them, and splits of them."""
     monkeypatch.setattr(kernels, "MIN_CHUNK", 16)
-    monkeypatch.setattr(kernels, "decode_config", lambda dim, dtype: kernels.TileConfig(0, 16, 1, 4))
-    monkeypatch.setattr(kernels, "prefill_config", lambda dim, dtype: kernels.TileConfig(16, 16, 1, 4))
+    monkeypatch.setattr(kernels, "decode_config", lambda dim, dtype, shared: kernels.TileConfig(0, 16, 1, 4))
+    monkeypatch.setattr(kernels, "prefill_config", lambda *args: kernels.TileConfig(16, 16, 1, 4))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,88 @@ def test_mixed_batch(dtype: str, heads: int, kv_heads: int, dim: int, block: int
     assert relative_error(got, want) < TOLERANCE[dtype]
     plain = TorchAttention(heads, fmt, scale, window)
     meta.plan = None
-    cache = torch.nan_to_num(cache)  # the plain backend multiplies masked values by zero
     assert relative_error(plain.attend(q, cache, meta), want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"),
+    [
+        (3, 1, 96, None),
+        (5, 1, 112, 20),
+        (14, 2, 64, None),
+        (16, 1, 80, 9),
+        (1, 1, 192, None),
+        (6, 2, 256, 13),
+    ],
+)
+def test_head_sizes_and_groups(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    """Sizes and groups that are no powers of two: padded, and the padding neither read nor written."""
+    fmt = KVFormat("float32", 8, kv_heads, dim)
+    q, cache, meta = ragged_batch([(1, 19), (9, 21)], heads, fmt, DEVICE, num_decodes=1)
+    got = TritonAttention(heads, fmt, dim**-0.5, window).attend(q, cache, meta)
+    assert relative_error(got, attention_float64(q, cache, meta, dim**-0.5, window)) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("cap", "window"), [(2.0, None), (50.0, 9)])
+def test_softcap(cap: float, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores far below and far above the cap, by both kernels, split and whole."""
+    monkeypatch.setattr(kernels, "choose_splits", lambda *args: 2)
+    heads, fmt = 4, KVFormat("float32", 8, 2, 16)
+    q, cache, meta = ragged_batch([(1, 33), (1, 1), (9, 20)], heads, fmt, DEVICE, num_decodes=2)
+    q *= torch.logspace(-2, 2, meta.num_rows, device=DEVICE)[:, None, None]
+    want = attention_float64(q, cache, meta, 0.25, window, cap)
+    assert relative_error(want, attention_float64(q, cache, meta, 0.25, window)) > 0.01
+    for backend in (TritonAttention, TorchAttention):
+        meta.plan = None
+        got = backend(heads, fmt, 0.25, window, cap).attend(q, cache, meta)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 11, 1000])
+def test_window_never_reads_blocks_it_left_behind(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes, drafts and chunks (longer than some windows), split; smaller, as large as and larger than a
+    block of 8 and than the context."""
+    monkeypatch.setattr(kernels, "choose_splits", lambda *args: 2)
+    heads, fmt = 2, KVFormat("float32", 8, 1, 16)
+    for shapes, decodes in [([(1, 50), (1, 8), (17, 60)], 2), ([(3, 40), (2, 17)], 0)]:
+        q, cache, meta = ragged_batch(shapes, heads, fmt, DEVICE, num_decodes=decodes)
+        want = attention_float64(q, cache, meta, 0.25, window)
+        assert bool(forget_before_window(cache, meta, window)) == (window < 1000)
+        for backend in (TritonAttention, TorchAttention):
+            meta.plan = None
+            got = backend(heads, fmt, 0.25, window).attend(q, cache, meta)
+            assert relative_error(got, want) < TOLERANCE["float32"]
+
+
+def test_splits_follow_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is planned for the engine's longest context; a windowed layer splits its window alone."""
+    monkeypatch.setattr(kernels, "MIN_CHUNK", 128)
+    fmt = KVFormat("bfloat16", 16, 1, 64)
+    _, _, meta = ragged_batch([(1, 8)], 4, fmt, DEVICE)
+    meta.max_seq_len = 100_000
+    splits = {}
+    for window in (None, 100, 512, 200_000):
+        TritonAttention(4, fmt, 1.0, window).prepare_capture(meta)
+        splits[window] = meta.plan.decodes[0].splits
+    assert splits[100] == 1 and 3 <= splits[512] <= 5
+    assert splits[None] == splits[200_000] > splits[512]
+
+
+def test_large_groups_in_float32_are_tiled() -> None:
+    """Rows times group beyond the decode kernel's largest tile go to the prefill kernel."""
+    fmt = KVFormat("float32", 8, 1, 16)
+    q, cache, meta = ragged_batch([(3, 20), (2, 9)], 16, fmt, DEVICE)
+    backend = TritonAttention(16, fmt, 0.25)
+    backend.plan(meta)
+    assert kernels.max_decode_tile(torch.float32) == 32 and meta.plan.decodes == ()
+    assert relative_error(backend.attend(q, cache, meta), attention_float64(q, cache, meta, 0.25)) < 2e-6
+
+
+def test_tiles_fit_their_device() -> None:
+    """Of head size 256 the prefill tile follows the device's shared memory (bytes: see the table there)."""
+    for kib, rows in [(228, 128), (164, 64), (100, 64)]:
+        assert PREFILL_CONFIG(256, torch.bfloat16, kib << 10).block_m == rows
+        assert PREFILL_CONFIG(128, torch.bfloat16, kib << 10).block_m == 128
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -56,6 +56,65 @@ def test_silu_and_mul(size: int, dtype: torch.dtype, bound: float) -> None:
     assert got.shape == (3, size) and got.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float32_weights(dtype: torch.dtype) -> None:
+    """A float32 weight meets the exact norm: one rounding, however the weight would round by itself."""
+    x, residual = randn(5, 80, dtype=dtype), randn(5, 80, dtype=dtype, seed=1)
+    weight = 1.0 + randn(80, seed=2) * 1e-3  # lost if it were rounded to bfloat16
+    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    got = norm.rms_norm(x, weight, 1e-6)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-6), rtol=bound, atol=1e-6)
+    want, stream = reference.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    got, same = norm.add_rms_norm(x, residual, weight, 1e-6)
+    torch.testing.assert_close(same, stream, rtol=bound, atol=bound)
+    torch.testing.assert_close(got, want, rtol=2 * bound, atol=2 * bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm(has_bias: bool, dtype: torch.dtype, bound: float) -> None:
+    wide = 3.0 + randn(5, 2, 80, dtype=dtype)
+    x, residual = wide[:, 1], randn(5, 80, dtype=dtype, seed=1)
+    weight = randn(80, dtype=dtype, seed=2)
+    bias = randn(80, dtype=dtype, seed=3) if has_bias else None
+    got = norm.layer_norm(x, weight, bias, 1e-5)
+    assert got.shape == x.shape and got.dtype == dtype
+    torch.testing.assert_close(got, reference.layer_norm(x, weight, bias, 1e-5), rtol=bound, atol=2 * bound)
+    want, stream = reference.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
+    got, same = norm.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert same is residual
+    torch.testing.assert_close(residual, stream, rtol=bound, atol=bound)
+    torch.testing.assert_close(got, want, rtol=2 * bound, atol=4 * bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+def test_gelu_tanh_and_mul(dtype: torch.dtype, bound: float) -> None:
+    x = randn(3, 2 * 48, dtype=dtype) * 4
+    x[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -9.0])
+    got = activation.gelu_tanh_and_mul(x)
+    gate, up = x.double().chunk(2, -1)
+    want = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(got.double(), want, rtol=2 * bound, atol=bound)
+    assert got.shape == (3, 48) and got.dtype == dtype
+
+
+def test_softcap() -> None:
+    """In place on strided rows, as accurate for small values as for large ones; NaN and infinity too."""
+    wide = torch.full((2, 1200), 7.0, device=DEVICE)
+    x = wide[:, 8:1108]
+    x[:] = torch.logspace(-30, 4, 1100) * torch.tensor([[1.0], [-1.0]])
+    want = 30.0 * (x.double() / 30.0).tanh()
+    assert activation.softcap(x, 30.0) is x
+    torch.testing.assert_close(x.double(), want, rtol=1e-6, atol=0)
+    assert bool((wide[:, :8] == 7).all()) and bool((wide[:, 1108:] == 7).all())
+    odd = torch.tensor([[0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-42]], device=DEVICE)
+    torch.testing.assert_close(activation.softcap(odd.clone(), 5.0), 5 * (odd / 5).tanh(), equal_nan=True)
+    half = randn(3, 40, dtype=torch.float16) * 40
+    want = reference.softcap(half.clone(), 30.0)
+    torch.testing.assert_close(activation.softcap(half, 30.0), want, rtol=2e-3, atol=0)
+
+
 def write_with_torch(k, v, cache, slots) -> None:
     fmt = KVFormat(str(cache.dtype)[6:], cache.shape[3], cache.shape[2], cache.shape[4])
     none = torch.empty(0)
@@ -77,17 +136,26 @@ def test_write_kv() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound", "heads", "kv_heads", "dim", "rot", "normed"),
+    ("dtype", "bound", "heads", "kv_heads", "dim", "rot", "weight_dtype"),
     [
-        (torch.float32, 2e-6, 4, 2, 64, 64, False),
-        (torch.float32, 2e-6, 3, 1, 80, 32, True),
-        (torch.float32, 2e-6, 17, 2, 96, 96, True),
-        (torch.float16, 4e-3, 4, 4, 128, 128, True),
-        (torch.bfloat16, 3.2e-2, 4, 2, 64, 48, False),
+        (torch.float32, 2e-6, 4, 2, 64, 64, None),
+        (torch.float32, 2e-6, 3, 1, 80, 32, torch.float32),
+        (torch.float32, 2e-6, 17, 2, 96, 96, torch.float32),
+        (torch.float32, 2e-6, 5, 1, 96, 72, torch.float32),
+        (torch.float16, 4e-3, 4, 4, 128, 128, torch.float16),
+        (torch.float16, 4e-3, 3, 1, 256, 256, torch.float32),
+        (torch.bfloat16, 3.2e-2, 4, 2, 64, 48, None),
+        (torch.bfloat16, 3.2e-2, 4, 2, 80, 20, torch.float32),
     ],
 )
 def test_rotary_and_write_kv(
-    dtype: torch.dtype, bound: float, heads: int, kv_heads: int, dim: int, rot: int, normed: bool
+    dtype: torch.dtype,
+    bound: float,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rot: int,
+    weight_dtype: torch.dtype | None,
 ) -> None:
     rows = 3
     qkv = randn(rows, heads + 2 * kv_heads, dim, dtype=dtype)
@@ -95,10 +163,10 @@ def test_rotary_and_write_kv(
     slots = torch.tensor([9, -1, 16], device=DEVICE)
     angle = torch.arange(40, device=DEVICE)[:, None] * 100.0 ** -torch.linspace(0, 1, rot // 2, device=DEVICE)
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
-    weights = (randn(dim, dtype=dtype, seed=1), randn(dim, dtype=dtype, seed=2)) if normed else (None, None)
+    weights = [weight_dtype and randn(dim, dtype=weight_dtype, seed=seed) for seed in (1, 2)]
 
     q, k, v = qkv.clone().split([heads, kv_heads, kv_heads], 1)
-    if normed:
+    if weight_dtype:
         q, k = reference.rms_norm(q, weights[0], 1e-6), reference.rms_norm(k, weights[1], 1e-6)
     reference.rotary(q, k, cos_sin, positions)
     want = torch.full((3, 2, kv_heads, 8, dim), -7.0, dtype=dtype, device=DEVICE)

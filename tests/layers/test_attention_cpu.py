@@ -4,18 +4,21 @@ import logging
 
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from octavo.kernels.cpu import ops
 from octavo.kv.format import KVFormat
 from octavo.layers import attention_cpu
 from octavo.layers.attention import AttentionMetadata, TorchAttention
 from octavo.layers.attention_cpu import CPUAttention
+from tests.kernels.ragged import forget_before_window
 
 needs_kernels = pytest.mark.skipif(not ops.available(), reason=ops.why_not())
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(9, 3, 64), (32, 8, 128), (14, 2, 64), (4, 4, 80), (6, 2, 96), (8, 1, 12)]
+HEADS += [(5, 1, 112), (3, 3, 192), (16, 1, 256), (7, 1, 128)]
 # Lone tokens, chunks, verifications of drafts, a context of several pieces, a whole prompt.
 CONTEXTS, ROWS = [1, 17, 300, 1300, 130, 64, 513], [1, 17, 5, 1, 90, 1, 3]
 
@@ -27,7 +30,8 @@ class Batch:
         torch.manual_seed(seed)
         needed = [-(-c // block_size) for c in contexts]
         blocks = torch.randperm(sum(needed) + 3, dtype=torch.int32)
-        table = torch.zeros(len(contexts), max(needed) + 2, dtype=torch.int32)
+        # Spare entries, past a context, name a block of NaN.
+        table = blocks[-1].repeat(len(contexts), max(needed) + 2)
         self.cache = torch.full((len(blocks), 2, kv_heads, block_size, dim), NAN, dtype=dtype)
         first = 0
         for i, (context, n) in enumerate(zip(contexts, needed, strict=True)):
@@ -55,17 +59,18 @@ class Batch:
         self.format = KVFormat(str(dtype).removeprefix("torch."), block_size, kv_heads, dim)
         self.heads, self.scale = heads, dim**-0.5
 
-    def expected(self, window=None):
-        """The plain backend in float32; positions that nobody may read count as 0 there."""
-        plain = TorchAttention(self.heads, self.format, self.scale, window)
-        return plain.attend(self.q.float(), self.cache.float().nan_to_num(0.0), self.meta)
+    def expected(self, window=None, softcap=None):
+        """The plain backend in float32."""
+        plain = TorchAttention(self.heads, self.format, self.scale, window, softcap)
+        return plain.attend(self.q.float(), self.cache.float(), self.meta)
 
-    def actual(self, window=None):
-        return CPUAttention(self.heads, self.format, self.scale, window).attend(self.q, self.cache, self.meta)
+    def actual(self, window=None, softcap=None):
+        backend = CPUAttention(self.heads, self.format, self.scale, window, softcap)
+        return backend.attend(self.q, self.cache, self.meta)
 
 
-def close(ours, expected):
-    tolerance = 1e-5 if ours.dtype == torch.float32 else 1e-2
+def close(ours, expected, float32_tolerance=1e-5):
+    tolerance = float32_tolerance if ours.dtype == torch.float32 else 1e-2
     torch.testing.assert_close(ours.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -88,13 +93,45 @@ def test_block_sizes_and_windows(dtype, block_size, window):
 
 
 @needs_kernels
-def test_window_never_reads_blocks_it_left_behind():
-    batch = Batch(9, 3, 64, 16, torch.float32, [400, 777], [1, 40])
-    expected = batch.expected(60)
-    table = batch.meta.block_table
-    batch.cache[table[0, : (400 - 60) // 16].long()] = NAN
-    batch.cache[table[1, : (777 - 40 - 60) // 16].long()] = NAN
-    close(batch.actual(60), expected)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 16, 60, 600, 5000])
+def test_window_never_reads_blocks_it_left_behind(window, dtype):
+    """A block that lies wholly before the windows of all rows may hold anything by now: decodes, drafts,
+    chunks longer than the window, contexts of several pieces; the plain backend alike."""
+    batch = Batch(9, 3, 64, 16, dtype, [400, 777, 33, 1300, 90], [1, 40, 3, 1, 90])
+    expected = batch.expected(window)
+    assert forget_before_window(batch.cache, batch.meta, window) or window == 5000
+    close(batch.actual(window), expected)
+    assert torch.equal(batch.expected(window), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("softcap", "window"), [(2.0, None), (50.0, 60)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 20), (8, 2, 256)])
+def test_softcap(heads, kv_heads, dim, dtype, softcap, window):
+    """Scores far below and far above the cap: lone tokens, drafts, chunks, split contexts."""
+    batch = Batch(heads, kv_heads, dim, 8, dtype, [1, 17, 700, 300, 33], [1, 17, 1, 40, 3])
+    batch.q.mul_(torch.logspace(-2, 1.0, batch.meta.num_rows)[:, None, None])
+    expected = batch.expected(window, softcap)
+    assert (expected - batch.expected(window)).abs().max() > 0.01
+    # Against float64 the plain backend errs by 4e-6 here, the kernels by 2e-5 and without a cap by 1e-5: scores of some tens, in float32.
+    close(batch.actual(window, softcap), expected, float32_tolerance=3e-5)
+
+
+def test_plain_backend_caps_like_transformers():
+    """Gemma 2's eager attention: scale, cap, mask, softmax."""
+    torch.manual_seed(0)
+    batch = Batch(4, 2, 16, 8, torch.float32, [21], [21])
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 2
+    kv = batch.cache[batch.meta.block_table[0, :3].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :21]
+    mask = torch.full((21, 21), float("-inf")).triu(1)[None, None]
+    expected, _ = eager_attention_forward(
+        module, batch.q.transpose(0, 1)[None], kv[0][None], kv[1][None], mask, scaling=0.3, softcap=1.5
+    )
+    actual = TorchAttention(4, batch.format, 0.3, None, 1.5).attend(batch.q, batch.cache, batch.meta)
+    torch.testing.assert_close(actual, expected[0], rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels
@@ -149,15 +186,17 @@ def test_large_scores_do_not_overflow():
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", [False, True])
-def test_rotates_and_stores_like_the_plain_backend(dtype, norms):
-    heads, kv_heads, dim, rows = 6, 2, 32, 21
+@pytest.mark.parametrize("norms", [None, "same", "float32"])
+@pytest.mark.parametrize(("dim", "rot"), [(32, 32), (80, 32), (96, 72)])
+def test_rotates_and_stores_like_the_plain_backend(dtype, norms, dim, rot):
+    heads, kv_heads, rows = 6, 2, 21
     fmt = KVFormat(str(dtype).removeprefix("torch."), 8, kv_heads, dim)
     fused = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    cos_sin, positions = torch.randn(64, dim), torch.randint(0, 64, (rows,))
+    cos_sin, positions = torch.randn(64, rot), torch.randint(0, 64, (rows,))
     slots = torch.randperm(80)[:rows]
     slots[3] = -1
-    weights = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if norms else (None, None)
+    weight_dtype = dtype if norms == "same" else torch.float32
+    weights = [torch.randn(dim).to(weight_dtype) if norms else None for _ in range(2)]
     meta = AttentionMetadata(*[torch.zeros(1, dtype=torch.int32)] * 3, slots, 1, rows, rows, rows)
     results = []
     for backend in (TorchAttention, CPUAttention):
@@ -174,7 +213,6 @@ def test_rotates_and_stores_like_the_plain_backend(dtype, norms):
 def test_float16_is_served_by_plain_pytorch_and_says_so_once(caplog, monkeypatch):
     monkeypatch.setattr(attention_cpu, "_announced", set())
     batch = Batch(4, 2, 16, 8, torch.float16, [9, 20], [1, 4])
-    batch.cache = batch.cache.nan_to_num(0.0)
     with caplog.at_level(logging.WARNING):
         torch.testing.assert_close(batch.actual().float(), batch.expected(), rtol=1e-2, atol=1e-2)
         batch.actual()
@@ -187,5 +225,4 @@ def test_without_kernels_plain_pytorch_serves(monkeypatch):
     monkeypatch.setattr(ops, "_reason", None)
     monkeypatch.setenv("OCTAVO_CPU_KERNELS", "0")
     batch = Batch(4, 2, 16, 8, torch.float32, [9, 20], [1, 4])
-    batch.cache = batch.cache.nan_to_num(0.0)
     assert torch.equal(batch.actual(), batch.expected())

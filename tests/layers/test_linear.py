@@ -19,6 +19,7 @@ from octavo.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from octavo.models.targets import missing
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.quantization.linear_method import linear_method, widening_linear
 from tests.parallel.threads import on_ranks
@@ -38,7 +39,7 @@ def built(layer: Layer, group: TensorParallelGroup, weights: dict[str, torch.Ten
     with torch.no_grad():
         layer.create_weights(build, prefix)
         targets = layer.load_targets(prefix)
-        assert {n for n, target in targets.items() if not target.optional} <= weights.keys()
+        assert not missing(weights, targets)
         assert all(targets[name].shape == tensor.shape for name, tensor in weights.items())
         for name, tensor in weights.items():
             targets[name].load(tensor)
@@ -173,8 +174,8 @@ def test_group_in_force():
 def test_choices_that_are_refused():
     with pytest.raises(ConfigError, match="quantization='nf3'"):
         linear_method("nf3", "layer")
-    with pytest.raises(ModelError, match="hidden_act='gelu'"):
-        gated_activation("gelu")
+    with pytest.raises(ModelError, match="hidden_act='mish'"):
+        gated_activation("mish")
     with pytest.raises(ConfigError, match="attention_backend='flash' is not known"):
         resolve_backend("flash", torch.device("cpu"))
     with pytest.raises(ConfigError, match="does not run on cuda"):

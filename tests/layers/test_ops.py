@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from octavo.kernels import ops, reference
@@ -45,6 +46,43 @@ def test_add_rms_norm(implementation, dtype: torch.dtype):
     torch.testing.assert_close(normed, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", [reference, ops])
+def test_float32_weight_equals_gemma(implementation, dtype: torch.dtype):
+    """Gemma multiplies by 1 + w in float32 and rounds once."""
+    torch.manual_seed(4)
+    norm = Gemma2RMSNorm(48, eps=1e-6).to(dtype)
+    norm.weight.data.normal_(std=0.3)
+    x = torch.randn(5, 48).to(dtype)
+    with torch.no_grad():
+        expected = norm(x)
+        actual = implementation.rms_norm(x, 1.0 + norm.weight.float(), 1e-6)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype] / 4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("implementation", [reference, ops])
+def test_layer_norm_equals_pytorch(implementation, has_bias: bool, dtype: torch.dtype):
+    torch.manual_seed(5)
+    norm = torch.nn.LayerNorm(48, eps=1e-5, bias=has_bias, dtype=dtype)
+    norm.weight.data.normal_()
+    if has_bias:
+        norm.bias.data.normal_()
+    x, residual = (torch.randn(5, 48).to(dtype) for _ in range(2))
+    close = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            implementation.layer_norm(x, norm.weight, norm.bias, 1e-5), norm(x), **close
+        )
+        total = x + residual
+        normed, stream = implementation.add_layer_norm(x, residual, norm.weight, norm.bias, 1e-5)
+        assert stream is residual
+        torch.testing.assert_close(stream, total, rtol=0, atol=0)
+        torch.testing.assert_close(normed, norm(total), **close)
+
+
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", [reference, ops])
@@ -81,6 +119,27 @@ def test_silu_and_mul(implementation, dtype: torch.dtype):
     torch.testing.assert_close(
         implementation.silu_and_mul(x), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", [reference, ops])
+def test_gelu_tanh_and_mul(implementation, dtype: torch.dtype):
+    torch.manual_seed(6)
+    x = (3 * torch.randn(5, 64)).to(dtype)
+    expected = torch.nn.functional.gelu(x[:, :32].float(), approximate="tanh") * x[:, 32:].float()
+    torch.testing.assert_close(
+        implementation.gelu_tanh_and_mul(x).float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", [reference, ops])
+def test_softcap_is_in_place_and_exact(implementation, dtype: torch.dtype):
+    torch.manual_seed(7)
+    x = (40 * torch.randn(3, 500)).to(dtype)
+    expected = (30 * (x.double() / 30).tanh()).to(dtype)
+    assert implementation.softcap(x, 30.0) is x
+    torch.testing.assert_close(x, expected, rtol=TOLERANCE[dtype] / 4, atol=1e-6)
 
 
 def test_dispatch_is_by_device_and_dtype():

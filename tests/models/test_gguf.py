@@ -15,6 +15,7 @@ import torch
 from octavo import LLM
 from octavo.errors import ConfigError, ModelError
 from octavo.models.gguf_config import generation_config_from_gguf, model_config_from_gguf
+from octavo.models.gguf_families import FAMILIES
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_quants import dequantize
 from octavo.models.gguf_weights import hf_name
@@ -187,11 +188,12 @@ def test_sampling_defaults_and_several_eos_ids(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert hf_name("blk.12.ffn_down.weight") == "model.layers.12.mlp.down_proj.weight"
-    assert hf_name("output.weight") == "lm_head.weight"
-    assert hf_name("output_norm.weight") == "model.norm.weight"
-    assert hf_name("blk.0.ffn_gate_exps.weight") is None
-    assert hf_name("something.weight") is None
+    llama = FAMILIES["llama"]
+    assert hf_name("blk.12.ffn_down.weight", llama) == "model.layers.12.mlp.down_proj.weight"
+    assert hf_name("output.weight", llama) == "lm_head.weight"
+    assert hf_name("output_norm.weight", llama) == "model.norm.weight"
+    assert hf_name("blk.0.ffn_up_exps.bias", llama) is None
+    assert hf_name("something.weight", llama) is None
 
 
 def _overwrite(path: Path, old: bytes, new: bytes) -> None:
@@ -238,8 +240,8 @@ def test_wrong_shape_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "metadata, words",
     [
-        ({"llama__expert_count": 8}, "llama with experts"),
-        ({"split__count": 3}, "one of 3 parts"),
+        ({"qwen2__expert_count": 8}, "'qwen2' with experts"),
+        ({"split__count": 3}, "part 1 of 3 of a model, which its name"),
         ({"llama__rope__scaling__type": "spiral"}, "'spiral'"),
     ],
 )

@@ -25,6 +25,7 @@ LLAMA: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
 

@@ -30,7 +30,7 @@ def test_folder_with_one_gguf_stands_for_it(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert find_model(str(tmp_path)) == ModelSource("gguf", tmp_path / "x.gguf", str(tmp_path))
     (tmp_path / "y.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="2 GGUF files .x.gguf, y.gguf.: name one"):
+    with pytest.raises(ModelError, match="2 GGUF models .x.gguf, y.gguf.: name one of them"):
         find_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert find_model(str(tmp_path)).kind == "folder"

@@ -141,6 +141,7 @@ def test_errors_name_the_remedy(tmp_path: Path, small: Tokenizer) -> None:
     broken = _folder(tmp_path / "broken", small, {})
     (broken / "tokenizer_config.json").write_text("{")
     assert "tokenizer_config.json" in error(broken)
+    (broken / "tokenizer_config.json").write_text("{}")
     (broken / "tokenizer.json").write_text("{}")
     assert "tokenizer.json" in error(broken)
 
@@ -150,13 +151,18 @@ def test_a_special_token_that_the_vocabulary_lacks_is_added(tmp_path: Path, smal
     assert tokenizer.bos_token_id == small.vocab_size == tokenizer.encode("<b>")[0]
 
 
-@pytest.mark.parametrize("decoder", [None, "WordPiece"])
+@pytest.mark.parametrize("decoder", [None, "CTC"])
 def test_decoders_that_are_not_bytes_are_refused(
     tmp_path: Path, small: Tokenizer, decoder: str | None
 ) -> None:
     folder = _folder(tmp_path / "a", small, {})
     content = json.loads((folder / "tokenizer.json").read_text())
-    content["decoder"] = decoder and {"type": decoder, "prefix": "##", "cleanup": True}
+    content["decoder"] = decoder and {
+        "type": decoder,
+        "pad_token": "<pad>",
+        "word_delimiter_token": "|",
+        "cleanup": True,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match=decoder or "no decoder"):
         load_tokenizer(folder)

@@ -278,7 +278,7 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "'klingon'" in error("a.gguf", pre="klingon") and "--tokenizer" in error("b.gguf", pre="klingon")
-    assert "'bert'" in error("c.gguf", model="bert")
+    assert "'rwkv'" in error("c.gguf", model="rwkv")
     assert "twice" in error("d.gguf", vocabulary=["a", "b", "b"])
     assert "types" in error("e.gguf", token_type=[1])
     assert "merges" in error("f.gguf", merges=["ab"])

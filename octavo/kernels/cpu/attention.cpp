@@ -1,4 +1,4 @@
-// Paged attention of a ragged batch: causal, grouped queries, optional sliding window.
+// Paged attention of a ragged batch: causal, grouped queries, optional sliding window and softcap.
 //
 // One unit of work is a tile of a request's rows, one KV head, and a range of keys; all query heads
 // of the KV head go together, so every key and value is loaded once for all of them ("lanes" below
@@ -12,6 +12,9 @@
 // A request whose rows fit one tile has its context cut in pieces of SPLIT keys, at fixed places: a
 // single long request uses all threads, and its result depends neither on their number nor on
 // the other requests of the batch.
+//
+// Under a sliding window no key before the block of a tile's first visible key is read: those blocks
+// may belong to another request by now.
 #include <atomic>
 #include <cmath>
 #include <memory>
@@ -43,7 +46,7 @@ static_assert(MAX_LANES % PANEL == 0 && SPLIT % KEYS == 0, "tiles");
 // One layer's constants, as ops.py fills them. head_dim and block_size are multiples of 4.
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim, block_size, window;  // window 0: none
-    float scale;
+    float scale, softcap;  // softcap 0: none
     int32_t dtype, cache_dtype;
 };
 
@@ -87,6 +90,13 @@ inline void put_element(char* p, int64_t i, int32_t dtype, float x) {
         ((float*)p)[i] = x;
     else
         put(((bf16*)p)[i], x);
+}
+
+// What a score, q . k with the scale of `work` in q, becomes in base 2: softcap * tanh(scale q . k / softcap)
+// (Gemma 2, arXiv 2408.00118). Without a softcap q's scale has done it all. Comes before any mask.
+inline void cap_scores(const Call& c, float* scores, int64_t n) {
+    const float cap = c.s.softcap * LOG2_E;
+    for (int64_t t = 0; t < n; t += W) store(scores + t, cap * tanh_of<vf, vi>(load(scores + t)));
 }
 
 // Where the tile's keys and values lie: a pointer for every 4 keys (4 divides the block size).
@@ -169,7 +179,7 @@ inline void prefetch_rows(const C* rows, int64_t dim) {
 }
 
 // M lanes from lane `lane` of the item, over the item's keys.
-template <int M, class C>
+template <int M, class C, bool CAP>
 void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, const Partial& r) {
     const int64_t dim = c.s.head_dim;
     alignas(64) float p[M * KEYS];
@@ -191,6 +201,7 @@ void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, cons
         }
         for (int m = 0; m < M; m++) {
             float* s = p + m * KEYS;
+            if constexpr (CAP) cap_scores(c, s, n);
             const int64_t first = c.s.window ? std::max<int64_t>(0, pos[m] - c.s.window + 1 - t0) : 0;
             const int64_t last = std::min(n, pos[m] + 1 - t0);
             for (int64_t t = 0; t < std::min(first, n); t++) s[t] = -INFINITY;
@@ -217,17 +228,17 @@ void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, cons
     }
 }
 
-template <class C>
+template <class C, bool CAP>
 void few_lanes(const Call& c, const Item& it, int64_t lanes, const float* q, const Partial& r) {
     const int64_t dim = c.s.head_dim;
     for (int64_t lane = 0; lane < lanes;) {
         const float* ql = q + lane * dim;
         const Partial rl{r.max + lane, r.sum + lane, r.out + lane * dim};
         switch (std::min<int64_t>(FEW, lanes - lane)) {
-            case 1: few_lanes<1, C>(c, it, lane, ql, rl), lane += 1; break;
-            case 2: few_lanes<2, C>(c, it, lane, ql, rl), lane += 2; break;
-            case 3: few_lanes<3, C>(c, it, lane, ql, rl), lane += 3; break;
-            default: few_lanes<FEW, C>(c, it, lane, ql, rl), lane += FEW;
+            case 1: few_lanes<1, C, CAP>(c, it, lane, ql, rl), lane += 1; break;
+            case 2: few_lanes<2, C, CAP>(c, it, lane, ql, rl), lane += 2; break;
+            case 3: few_lanes<3, C, CAP>(c, it, lane, ql, rl), lane += 3; break;
+            default: few_lanes<FEW, C, CAP>(c, it, lane, ql, rl), lane += FEW;
         }
     }
 }
@@ -270,11 +281,23 @@ inline void weigh4(const float* p, const float* const* v, int64_t n, int64_t dim
         for (int j = 0; j < N; j++) store(out + (d + i) * PANEL + j * W, acc[i][j]);
 }
 
+// cap_scores of N vectors of lanes, p held as [KEYS, PANEL].
+template <int N>
+__attribute__((noinline)) void cap_panel(float* p, int64_t n, float cap) {
+    for (int64_t t = 0; t < n; t++)
+        for (int j = 0; j < N; j++) {
+            float* at = p + t * PANEL + j * W;
+            store(at, cap * tanh_of<vf, vi>(load(at)));
+        }
+}
+
 // One tile of keys for N vectors of lanes. max, sum: [PANEL]; out: [dim, PANEL]; pos: of the lanes.
 template <int N>
 void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, int64_t dim, const float* q, float* p,
-                     bool masked, const int32_t* pos, int64_t t0, int64_t window, float* max, float* sum, float* out) {
+                     bool masked, const int32_t* pos, int64_t t0, int64_t window, float softcap, float* max,
+                     float* sum, float* out) {
     for (int64_t t = 0; t < n; t += 4) scores4<N>(k[t / 4], q, dim, p + t * PANEL);
+    if (softcap) cap_panel<N>(p, n, softcap * LOG2_E);
     vf alpha[N];
     for (int j = 0; j < N; j++) {
         const vf before = load(max + j * W);
@@ -351,7 +374,7 @@ void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* o
         for (int64_t panel = 0; panel < panels; panel++) {
             const int64_t at = panel * PANEL, vectors = (std::min<int64_t>(PANEL, lanes - at) + W - 1) / W;
             many_lanes_dispatch<NV>(vectors, f.k, f.v, n, dim, (const float*)q + at * dim, p, masked, pos + at, t0,
-                                    c.s.window, max + at, sum + at, out + at * dim);
+                                    c.s.window, c.s.softcap, max + at, sum + at, out + at * dim);
         }
     }
 }
@@ -397,7 +420,7 @@ template <class C>
 void work(const Call& c, const Item& it) {
     const int64_t dim = c.s.head_dim, lanes = it.rows * c.group;
     const bool few = lanes <= FEW_LANES && dim % W == 0;
-    const float scale = c.s.scale * LOG2_E;
+    const float scale = c.s.softcap ? c.s.scale / c.s.softcap : c.s.scale * LOG2_E;
     float* q = scratch(dim);
     float *out = q + MAX_LANES * dim, *rest = out + MAX_LANES * dim;
     alignas(64) float max[MAX_LANES], sum[MAX_LANES];
@@ -413,8 +436,10 @@ void work(const Call& c, const Item& it) {
     std::fill(max, max + padded, NOTHING);
     std::fill(sum, sum + padded, 0.0f);
 
-    if (few)
-        few_lanes<C>(c, it, lanes, q, Partial{max, sum, out});
+    if (few && c.s.softcap)
+        few_lanes<C, true>(c, it, lanes, q, Partial{max, sum, out});
+    else if (few)
+        few_lanes<C, false>(c, it, lanes, q, Partial{max, sum, out});
     else
         many_lanes<C>(c, it, lanes, q, out, rest, max, sum);
 

@@ -1,4 +1,4 @@
-// What all CPU kernels share: vectors of the machine's width, bfloat16, exp2 and log, threads.
+// What all CPU kernels share: vectors of the machine's width, bfloat16, exp2, tanh and log, threads.
 //
 // Kernels are written with the vector extensions of GCC and Clang or as plain loops that vectorise,
 // so one source serves AVX-512, AVX2, SSE and NEON. No header of PyTorch is used: arrays come in
@@ -93,6 +93,21 @@ inline F exp2_of(F x) {
 }
 
 constexpr float LOG2_E = 1.44269504088896341f;
+
+// tanh(x), F and I as for exp2_of, relative error below 3e-7 (a NaN stays one). Near 0 an odd polynomial
+// (1 - 2 / (e^2x + 1) would cancel there), fitted for the least relative error on [-0.625, 0.625].
+template <class F, class I>
+inline F tanh_of(F x) {
+    F size = x < 0.0f ? -x : x;
+    size = size > 10.0f ? F{} + 10.0f : size;  // 1 from 9.02 on
+    F far = 1.0f - 2.0f / (exp2_of<F, I>(size * (2 * LOG2_E)) + 1.0f);
+    F square = x * x;
+    F p = square * -5.7170659e-03f + 2.0650608e-02f;
+    p = p * square - 5.3743505e-02f;
+    p = p * square + 1.3331491e-01f;
+    p = p * square - 3.3333284e-01f;
+    return size < 0.625f ? x + x * square * p : (x < 0.0f ? -far : far);
+}
 
 // Natural logarithm of a positive normal x, error below 1 ulp (2 near powers of two):
 // x = 2^e * m with m in [sqrt(1/2), sqrt(2)), log(m) = f - f^2/2 + f^3 P(f) with f = m - 1.

@@ -1,5 +1,6 @@
-"""The CPU kernels as functions of tensors. Twins: `octavo.kernels.reference` and, for attention, the
-plain backend of `octavo.layers.attention`.
+"""The CPU kernels as functions of tensors: the library, rotary and cache, attention, sampling. Norms and
+activations are in `norm_act`. Twins: `octavo.kernels.reference` and, for attention, the plain backend of
+`octavo.layers.attention`.
 
 All take float32 or bfloat16. The last dimension, and the heads of a row, must be contiguous; rows may
 be any stride apart, so that slices of a fused q-k-v projection go in as they are. Nothing here is
@@ -53,6 +54,7 @@ class AttentionShape(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("dtype", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
     ]
@@ -74,9 +76,11 @@ class AttentionBatch(ctypes.Structure):
 def _declare(lib: ctypes.CDLL) -> None:
     p, n, i, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
     for name, arguments in {
-        "octavo_rms_norm": [p, p, p, n, n, n, n, f, i, i],
-        "octavo_add_rms_norm": [p, p, p, p, n, n, n, f, i, i],
-        "octavo_silu_and_mul": [p, p, n, n, n, i, i],
+        "octavo_rms_norm": [p, p, p, n, n, n, n, f, i, i, i],
+        "octavo_add_rms_norm": [p, p, p, p, n, n, n, f, i, i, i],
+        "octavo_layer_norm": [p, p, p, p, p, n, n, n, f, i, i, i],
+        "octavo_gated_activation": [p, p, n, n, n, i, i, i],
+        "octavo_softcap": [p, n, n, n, f, i, i],
         "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, n, i],
         "octavo_paged_attention": [p, p, p, n, p, p, n],
         "octavo_argmax": [p, p, n, n, n, i, i],
@@ -138,7 +142,7 @@ def library() -> ctypes.CDLL:
     return _lib
 
 
-def _dtype(x: torch.Tensor) -> int:
+def dtype_code(x: torch.Tensor) -> int:
     """The number of a tensor's dtype in C++."""
     code = _DTYPES.get(x.dtype)
     if code is None:
@@ -146,81 +150,17 @@ def _dtype(x: torch.Tensor) -> int:
     return code
 
 
-def _differ(*tensors: torch.Tensor) -> TypeError:
+def differ(*tensors: torch.Tensor) -> TypeError:
+    """The error to raise for tensors whose dtypes should agree."""
     return TypeError(f"dtypes differ: {', '.join(str(x.dtype) for x in tensors)}")
 
 
-def _row_stride(x: torch.Tensor) -> int:
+def row_stride(x: torch.Tensor) -> int:
     """Elements between the rows of `[rows, size]` or `[rows, heads, size]`; all else is contiguous."""
     strides = x.stride()
     if strides[-1] != 1 or (len(strides) == 3 and strides[1] != x.shape[2] and x.shape[1] != 1):
         raise ValueError(f"rows must be contiguous inside, got strides {strides} of {tuple(x.shape)}")
     return strides[0]
-
-
-# A decode step calls the following some hundred times: a microsecond here is a tenth of a millisecond
-# there. `empty_like` is the quickest way to a new tensor, and of a slice of rows makes contiguous ones.
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension of `x` (`[rows, size]` or `[rows, heads, size]`): a new tensor."""
-    if weight.dtype is not x.dtype:
-        raise _differ(x, weight)
-    stride = _row_stride(x)
-    shape = x.shape
-    out = torch.empty_like(x)
-    (_lib or library()).octavo_rms_norm(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        shape[0],
-        1 if len(shape) == 2 else shape[1],
-        shape[-1],
-        stride,
-        eps,
-        _dtype(x),
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual += x` in place, then RMSNorm of it. `x`, `residual`: `[rows, size]`, `residual` contiguous.
-    Returns the normed rows (new) and `residual`."""
-    dtype = x.dtype
-    if weight.dtype is not dtype or residual.dtype is not dtype:
-        raise _differ(x, residual, weight)
-    if not residual.is_contiguous():
-        raise ValueError(f"the residual must be contiguous, got strides {residual.stride()}")
-    rows, size = residual.shape
-    stride = _row_stride(x)
-    out = torch.empty_like(residual)
-    (_lib or library()).octavo_add_rms_norm(
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        size,
-        stride,
-        eps,
-        _dtype(x),
-        torch.get_num_threads(),
-    )
-    return out, residual
-
-
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(x[:, :n]) * x[:, n:]` of `[rows, 2 n]`: a new `[rows, n]`."""
-    rows, size = x.shape
-    stride = _row_stride(x)
-    out = x.new_empty((rows, size // 2))
-    (_lib or library()).octavo_silu_and_mul(
-        x.data_ptr(), out.data_ptr(), rows, size // 2, stride, _dtype(x), torch.get_num_threads()
-    )
-    return out
 
 
 @functools.lru_cache(maxsize=256)
@@ -247,7 +187,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: t
     dimension i with i + rot_dim / 2. `cos_sin`: float32 `[max_position, rot_dim]`, cosines then sines;
     `positions`: int64 or int32 `[rows]`, all below max_position (not checked)."""
     if q.dtype is not k.dtype:
-        raise _differ(q, k)
+        raise differ(q, k)
     _, kv_heads, head_dim = k.shape
     dtype = k.dtype
     shape = cache_shape(q.shape[1], kv_heads, head_dim, 0, cos_sin.shape[1], dtype, dtype)
@@ -275,7 +215,7 @@ def rope_and_write_kv(
 ) -> None:
     """`rotary` and then `write_kv`, in one pass over the rows."""
     if q.dtype is not k.dtype:
-        raise _differ(q, k)
+        raise differ(q, k)
     _, kv_heads, head_dim = k.shape
     block_size = _block_size(cache, kv_heads, head_dim)
     shape = cache_shape(q.shape[1], kv_heads, head_dim, block_size, cos_sin.shape[1], k.dtype, cache.dtype)
@@ -300,16 +240,16 @@ def _call_cache(
         short = positions.dtype is torch.int32
         if not short and positions.dtype is not torch.int64:
             raise TypeError(f"positions must be int64 or int32, got {positions.dtype}")
-        q_at, q_stride = q.data_ptr(), _row_stride(q)
+        q_at, q_stride = q.data_ptr(), row_stride(q)
         cos_sin_at, positions_at = cos_sin.data_ptr(), positions.data_ptr()
     if v is None or cache is None or slot_mapping is None:
         v_at = v_stride = cache_at = slots_at = 0
     else:
         if v.dtype is not k.dtype:
-            raise _differ(k, v)
+            raise differ(k, v)
         if slot_mapping.dtype is not torch.int64:
             raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-        v_at, v_stride = v.data_ptr(), _row_stride(v)
+        v_at, v_stride = v.data_ptr(), row_stride(v)
         cache_at, slots_at = cache.data_ptr(), slot_mapping.data_ptr()
     (_lib or library()).octavo_rope_and_write_kv(
         ctypes.addressof(shape),
@@ -317,7 +257,7 @@ def _call_cache(
         k.data_ptr(),
         v_at,
         q_stride,
-        _row_stride(k),
+        row_stride(k),
         v_stride,
         cos_sin_at,
         positions_at,
@@ -348,6 +288,7 @@ def attention_shape(
     window: int | None,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
+    softcap: float | None = None,
 ) -> AttentionShape:
     """A layer's constants for `attend`. Raises ValueError for a shape that the kernel cannot take."""
     if (problem := attention_problem(heads, kv_heads, head_dim, block_size)) is not None:
@@ -356,7 +297,15 @@ def attention_shape(
         if x not in _DTYPES:
             raise TypeError(f"CPU kernels take float32 and bfloat16, got {x}")
     return AttentionShape(
-        heads, kv_heads, head_dim, block_size, window or 0, scale, _DTYPES[dtype], _DTYPES[cache_dtype]
+        heads,
+        kv_heads,
+        head_dim,
+        block_size,
+        window or 0,
+        scale,
+        softcap or 0.0,
+        _DTYPES[dtype],
+        _DTYPES[cache_dtype],
     )
 
 
@@ -394,10 +343,10 @@ def attend(
         ctypes.addressof(shape),
         ctypes.addressof(batch),
         q.data_ptr(),
-        _row_stride(q),
+        row_stride(q),
         cache.data_ptr(),
         out.data_ptr(),
-        _row_stride(out),
+        row_stride(out),
     )
     if status:
         raise RuntimeError(f"paged attention refused its arguments (status {status})")
@@ -412,6 +361,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over a paged cache, read where it lies.
 
@@ -424,6 +374,7 @@ def paged_attention(
         scale: factor of the scores.
         sliding_window: a row sees itself and the `sliding_window - 1` tokens before it; None: all.
         out: like `q`; rows that no request owns are left alone.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None: they stay.
 
     Returns:
         `out`.
@@ -432,9 +383,9 @@ def paged_attention(
     kv_heads = cache.shape[2]
     block_size = _block_size(cache, kv_heads, head_dim)
     if out.dtype is not q.dtype:
-        raise _differ(q, out)
+        raise differ(q, out)
     shape = attention_shape(
-        heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, cache.dtype
+        heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, cache.dtype, softcap
     )
     attend(shape, attention_batch(query_start, seq_lens, block_table), q, cache, out)
     return out
@@ -450,8 +401,8 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
         out.data_ptr(),
         rows,
         vocab,
-        _row_stride(logits),
-        _dtype(logits),
+        row_stride(logits),
+        dtype_code(logits),
         torch.get_num_threads(),
     )
     return out
@@ -489,8 +440,8 @@ def gumbel_argmax(
         out.data_ptr(),
         rows,
         vocab,
-        _row_stride(logits),
-        _dtype(logits),
+        row_stride(logits),
+        dtype_code(logits),
         torch.get_num_threads(),
     )
     return out

@@ -9,6 +9,9 @@ one tile, so that K and V are read once per group.
 Grids come from what the host knows (shapes and upper bounds), never from device data; programs
 without work leave early. A launch recorded in a CUDA graph therefore serves any lengths below the
 bounds it was recorded with.
+
+Under a sliding window both start at the block of the first position that any row of theirs sees:
+earlier blocks may belong to another request by now, and neither they nor their table entries are read.
 """
 
 from __future__ import annotations
@@ -21,22 +24,23 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.activation import tanh
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 LOG2E = 1.4426950408889634
-# A tile of the decode kernel holds (rows of a request) x (query heads of a KV head).
-MAX_DECODE_TILE = 64
 
 
 @triton.jit
 def _kv_steps(
-    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One pass of online softmax over context positions `begin..end` (exclusive).
 
+    Scores times `scale_log2` are the exponents of the softmax in base 2. With CAPPED, scores are first
+    replaced by `tanh(scores * cap_scale)`: see `_score_scales`.
     MASKED False promises that every row sees every position of the range and that its length is a
     multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
     """
@@ -58,6 +62,8 @@ def _kv_steps(
         else:
             k = tl.load(k_ptr)
         scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if CAPPED:
+            scores = tanh(scores * cap_scale)
         if MASKED:
             seen = (pos[None, :] <= row_pos[:, None]) & (pos < end)[None, :]
             if WINDOW > 0:
@@ -124,11 +130,12 @@ def _combine_splits(
 @triton.jit(do_not_specialize=["first_request", "splits", "table_row"])
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
-    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2,
-    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, request - first_request, split); SPLIT False promises that `splits` is 1.
@@ -175,8 +182,8 @@ def _paged_decode_kernel(
     acc, row_max, row_sum = _kv_steps(
         acc, row_max, row_sum, q, begin, end, context - rows + row,
         table_ptr + request.to(tl.int64) * table_row, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
-        cache_block, scale_log2,
-        WINDOW, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+        cache_block, scale_log2, cap_scale,
+        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM,
         BLOCK_N, BLOCK_D, STAGES, PRECISION,
     )  # fmt: skip
     if used == 1:
@@ -208,10 +215,11 @@ def _paged_decode_kernel(
 @triton.jit(do_not_specialize=["first_request", "num_requests", "table_row"])
 def _paged_prefill_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr,
-    q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2,
-    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile): a tile is BLOCK_M // GROUP rows of one request."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -261,12 +269,12 @@ def _paged_prefill_kernel(
         # Positions that every row of the tile sees need no mask.
         begin = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _kv_steps(
-            acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2,
-            WINDOW, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+            acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
+            WINDOW, CAPPED, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _kv_steps(
-        acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2,
-        WINDOW, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+        acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
+        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
     )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     out_tile = out_ptr + at_row[:, None] * out_row + head[:, None] * HEAD_DIM + dims[None, :]
@@ -283,20 +291,54 @@ class TileConfig:
     warps: int
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """Tile of the decode kernel: enough bytes in flight for the memory, two programs a multiprocessor."""
+# Shared memory that a program of each tile takes, as compiled for capability 8.0 / 9.0, in KiB (limits: 163
+# on 8.0, 99 on 8.6 and 8.9, 227 on 9.0). Sizes in between are padded to the next power of 2. Windows and
+# softcaps need no more. `benchmarks/compile_gpu_kernels.py` prints them.
+#
+#   head size          64       128      256
+#   decode, 2 bytes    21/21    39/39    41/41     up to 16 lanes; 64 lanes: 57/81 for 128, 68/96 for 256
+#   decode, float32    22/22    42/42    49/49     up to 16 lanes; 32 lanes: 52/52 for 128, 66/66 for 256
+#   prefill, 2 bytes   33/49    65/97    68/192
+#   prefill, float32   20/20    36/36    33/33
+
+
+def max_decode_tile(dtype: torch.dtype) -> int:
+    """Lanes of the decode kernel's largest tile: (rows of a request) x (query heads of a KV head). More would
+    spill registers, and in float32 not fit the shared memory of every device."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def decode_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
+    """Tile of the decode kernel: enough bytes in flight for the memory, two programs a multiprocessor.
+
+    Measured on an H200 with heads of 128, tiles of 128 positions against 64: 1.15 times as fast for 32
+    requests of 384 tokens, 1.03 for 512 of 200 to 2000.
+    """
     if dtype == torch.float32:
         return TileConfig(0, 32, 2, 4) if head_dim <= 128 else TileConfig(0, 16, 2, 8)
-    return TileConfig(0, 128 if head_dim <= 128 else 32, 3, 4)
+    if head_dim > 128:
+        return TileConfig(0, 32, 3, 4)
+    return TileConfig(0, 128 if shared_memory >= 192 << 10 else 64, 3, 4)
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """Tile of the prefill kernel."""
+def prefill_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
+    """Tile of the prefill kernel, for a device with `shared_memory` bytes in each multiprocessor."""
     if dtype == torch.float32:
-        return TileConfig(32, 32, 1, 4) if head_dim <= 128 else TileConfig(16, 16, 1, 8)
+        if head_dim > 128:
+            return TileConfig(16, 16, 1, 8)
+        return TileConfig(32, 32, 1, 8 if head_dim > 64 else 4)
     if head_dim <= 128:
         return TileConfig(128, 64, 3, 8)
-    return TileConfig(128, 64, 2, 8)
+    # The large tile takes 192 KiB, and on 8.0, where results lie in registers alone, spills.
+    return TileConfig(128, 64, 2, 8) if shared_memory >= 192 << 10 else TileConfig(64, 32, 2, 8)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor; a program can have 1 KiB less."""
+    if device.type != "cuda":
+        return 228 << 10  # the interpreter, and compilation without a device: as capability 9.0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 # A split shorter than this costs more in partial results than it gains in parallelism.
@@ -330,8 +372,16 @@ def decode_workspace_sizes(
     return partials * (head_dim + 2), requests * kv_heads
 
 
-_paged_decode = Launcher(_paged_decode_kernel)
-_paged_prefill = Launcher(_paged_prefill_kernel)
+_paged_decode = Launcher(_paged_decode_kernel, overlap=True)
+_paged_prefill = Launcher(_paged_prefill_kernel, overlap=True)
+
+
+def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`scale_log2` and `cap_scale` of the kernels: the exponents of softmax are `scale * scores`, or
+    `softcap * tanh(scale * scores / softcap)` (Gemma 2, arXiv 2408.00118)."""
+    if softcap is None:
+        return scale * LOG2E, 0.0
+    return softcap * LOG2E, scale / softcap
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -340,7 +390,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _decode_constants(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int,
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
@@ -350,7 +400,7 @@ def _decode_constants(
     block_s = max(1, min(MAX_SPLITS, 8192 // (block_t * block_d)))
     min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
-        window, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
+        window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
         max(16, block_t), cfg.block_n, block_d, block_t, block_s, cfg.stages, _precision(dtype),
     )  # fmt: skip
 
@@ -370,6 +420,7 @@ def paged_decode(
     counters: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     config: TileConfig | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
@@ -380,24 +431,26 @@ def paged_decode(
         out: `[rows, heads, head_dim]`, contiguous in its last two dimensions; rows of requests
             with an empty context are left as they are.
         query_start, seq_lens, block_table: as in `AttentionMetadata` (int32).
-        max_rows: `max_rows * heads / kv_heads` is at most `MAX_DECODE_TILE`.
+        max_rows: `max_rows * heads / kv_heads` is at most `max_decode_tile`.
         splits: programs per context, at most `MAX_SPLITS` (`choose_splits`).
         partials, counters: see `decode_workspace_sizes`; counters are zero before and after.
         scale: of the scores.
         window: positions a row sees, itself included; None: all.
+        softcap: scaled scores become `softcap * tanh(scores / softcap)`; None: they stay.
         config: tile shape; None: the measured default.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or decode_config(head_dim, q.dtype)
+    cfg = config or decode_config(head_dim, q.dtype, _shared_memory(q.device))
     constants = _decode_constants(
-        heads, kv_heads, head_dim, block_size, q.dtype, window or 0, max_rows, splits > 1, cfg, MIN_CHUNK
-    )
+        heads, kv_heads, head_dim, block_size, q.dtype, window or 0, softcap is not None,
+        max_rows, splits > 1, cfg, MIN_CHUNK,
+    )  # fmt: skip
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
         (q, cache, out, query_start, seq_lens, block_table, partials, counters),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, splits, block_table.stride(0), scale * LOG2E),
+        (first_request, splits, block_table.stride(0), *_score_scales(scale, softcap)),
         constants,
         cfg.warps,
     )
@@ -415,6 +468,7 @@ def paged_prefill(
     max_rows: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     config: TileConfig | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), of any number of rows each.
@@ -424,7 +478,7 @@ def paged_prefill(
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or prefill_config(head_dim, q.dtype)
+    cfg = config or prefill_config(head_dim, q.dtype, _shared_memory(q.device))
     group = heads // kv_heads
     block_m = max(cfg.block_m, power_of_2(group))
     tiles = max_rows // (block_m // group) + (num_requests - first_request)
@@ -432,10 +486,10 @@ def paged_prefill(
         (kv_heads, tiles, 1),
         (q, cache, out, query_start, seq_lens, block_table),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, num_requests, block_table.stride(0), scale * LOG2E),
+        (first_request, num_requests, block_table.stride(0), *_score_scales(scale, softcap)),
         (
-            window or 0, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n, power_of_2(head_dim),
-            cfg.stages, _precision(q.dtype),
+            window or 0, softcap is not None, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n,
+            power_of_2(head_dim), cfg.stages, _precision(q.dtype),
         ),
         cfg.warps,
     )  # fmt: skip

@@ -69,9 +69,9 @@ def _append_tokens_kernel(
     tl.store(table_ptr + place, tl.load(tokens_ptr + i * tokens_stride))
 
 
-_gather_rows = Launcher(_gather_rows_kernel)
-_map_blocks = Launcher(_map_blocks_kernel)
-_append_tokens = Launcher(_append_tokens_kernel)
+_gather_rows = Launcher(_gather_rows_kernel, overlap=True)
+_map_blocks = Launcher(_map_blocks_kernel, overlap=True)
+_append_tokens = Launcher(_append_tokens_kernel, overlap=True)
 
 
 def gather_rows(

@@ -7,9 +7,8 @@ specializes on (dtypes, 16-byte alignment of pointers, values of integers, const
 
 from __future__ import annotations
 
-from typing import Any
-
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -31,11 +30,7 @@ def power_of_2(n: int) -> int:
 
 @functools.cache
 def overlaps(device: int) -> bool:
-    """Whether kernels on a device may start before the one ahead of them ends."""
-    import os
-
-    if os.environ.get("NO_PDL"):
-        return False
+    """Whether kernels on a device (negative: the CPU) may be started before the one ahead of them ends."""
     return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -51,16 +46,17 @@ class Launcher:
     """One kernel with its compiled variants.
 
     The kernel's parameters are, in this order: tensors, integers it is specialized on, scalars it is
-    not (floats, and integers under `do_not_specialize`), constants, and last the constant OVERLAP.
+    not (floats, and integers under `do_not_specialize`), constants.
 
-    With OVERLAP (programmatic dependent launch, from Hopper on) a kernel is started while the one
-    before it on the stream still runs, and must call `wait_for_previous(OVERLAP)` in every program before
-    it touches anything that is written on the stream: then the one before it is complete, and by its own
-    wait every earlier one.
+    With `overlap` its last constant is OVERLAP, and where the device can (from Hopper on) it is started
+    while the kernel before it on the stream still runs (programmatic dependent launch). Every program
+    must then call `wait_for_previous(OVERLAP)` before it touches anything that is written on the stream;
+    after that the kernel before is complete, and so, by its own wait, is every earlier one.
     """
 
-    def __init__(self, kernel: Any):
+    def __init__(self, kernel: Any, overlap: bool = False):
         self.kernel = kernel
+        self.overlap = overlap
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -74,6 +70,8 @@ class Launcher:
     ) -> None:
         """Launches on the current stream; compiles a variant that is met for the first time."""
         device = tensors[0].get_device()
+        if self.overlap:
+            constants = (*constants, overlaps(device))
         key = (
             device,
             num_warps,
@@ -83,11 +81,10 @@ class Launcher:
         )
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *integers, *scalars, *constants, overlaps(device))
+            compiled[grid](*tensors, *integers, *scalars, *constants)
             return
-        overlap = overlaps(device)
-        options = {"launch_pdl": True} if overlap else {}
-        args = (*tensors, *integers, *scalars, *constants, overlap)
+        options = {"launch_pdl": True} if self.overlap and overlaps(device) else {}
+        args = (*tensors, *integers, *scalars, *constants)
         compiled = self.kernel[grid](*args, num_warps=num_warps, **options)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._compiled[key] = compiled

@@ -53,7 +53,7 @@ def _few_rows_linear_kernel(
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_few_rows_linear = Launcher(_few_rows_linear_kernel)
+_few_rows_linear = Launcher(_few_rows_linear_kernel, overlap=True)
 
 
 def few_rows_config(rows: int, size_in: int, size_out: int) -> tuple[int, int, int]:

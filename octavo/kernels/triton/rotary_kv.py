@@ -33,8 +33,12 @@ def _write_kv_kernel(
 
 @triton.jit
 def _weighted(x, scale, weight, dtype: tl.constexpr):
-    """The tile `x` times its heads' `scale`, rounded to `dtype` before the weight as an unfused norm does."""
-    return ((x * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+    """The tile `x` times its heads' `scale` and the weight, rounded to `dtype` where an unfused norm rounds:
+    before a weight of that dtype and after, or with a float32 weight only after."""
+    x = x * scale[:, None]
+    if weight.dtype == dtype:
+        x = x.to(dtype).to(tl.float32)
+    return (x * weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -60,11 +64,11 @@ def _rotate_heads(
     if HAS_NORM:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)
-        low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)
-        high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+        low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0)
+        high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0)
         low = _weighted(low, scale, low_weight, dtype)
         high = _weighted(high, scale, high_weight, dtype)
-        rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0).to(tl.float32)
+        rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
         rest = _weighted(rest, scale, rest_weight, dtype)
         tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
     new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
@@ -120,8 +124,8 @@ def _rotary_write_kernel(
             tl.store(head_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM + dims, v.to(dtype), mask=mask)
 
 
-_write_kv = Launcher(_write_kv_kernel)
-_rotary_write = Launcher(_rotary_write_kernel)
+_write_kv = Launcher(_write_kv_kernel, overlap=True)
+_rotary_write = Launcher(_rotary_write_kernel, overlap=True)
 
 
 def _heads_block(heads: int, block_d: int) -> int:
@@ -166,7 +170,7 @@ def rotary_and_write_kv(
 ) -> None:
     """Rotates `q` and `k` in place (neox pairing: dimension i with i + rot_dim/2), then stores K and V.
 
-    With `q_weight` and `k_weight`, each head of `q` and `k` is RMS-normalized first (Qwen3). Without
+    With `q_weight` and `k_weight`, each head of `q` and `k` is RMS-normalized first (Qwen3, Gemma 3). Without
     a cache only the rotation (and norm) is done. Source: RoPE, arXiv 2104.09864.
 
     Args:
@@ -176,7 +180,7 @@ def rotary_and_write_kv(
             dimensions past `rot_dim` are not rotated.
         positions: int64 `[rows]`.
         cache, slot_mapping: as for `write_kv`.
-        q_weight, k_weight: `[head_dim]` each, or both None.
+        q_weight, k_weight: `[head_dim]` each, of `q`'s dtype or float32, or both None.
         eps: of the norms.
     """
     rows, heads, head_dim = q.shape

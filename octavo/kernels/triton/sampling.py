@@ -103,8 +103,8 @@ def _reduce_kernel(value_ptr, index_ptr, out_ptr, parts, BLOCK: tl.constexpr, OV
     tl.store(out_ptr + row, index.to(tl.int64))
 
 
-_choose_parts = Launcher(_choose_kernel)
-_choose_among = Launcher(_reduce_kernel)
+_choose_parts = Launcher(_choose_kernel, overlap=True)
+_choose_among = Launcher(_reduce_kernel, overlap=True)
 
 _BLOCK = 1024
 _MAX_PARTS = 512

@@ -1,0 +1,180 @@
+"""A mixture of experts in place of the feed-forward (arXiv 1701.06538, 2401.04088).
+
+Tensor parallel: every rank holds a slice of every expert's inner dimension, as of a dense feed-forward,
+and the ranks' results, those of shared experts included, are added once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from octavo.errors import ModelError
+from octavo.layers.activation import gated_activation
+from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide
+from octavo.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from octavo.layers.router import Router, in_block
+from octavo.models.config import MoEConfig
+from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, Matrix
+
+Names = tuple[str, str, str]
+NAMES: Names = ("gate_proj", "up_proj", "down_proj")
+_MATRICES: tuple[Matrix, Matrix, Matrix] = ("gate", "up", "down")
+
+
+class Experts(Layer):
+    """The routed experts' SwiGLU feed-forwards, all in one place.
+
+    Checkpoints hold them one by one (`experts.3.gate_proj.weight [inner, hidden]`), stacked
+    (`experts.gate_proj.weight [experts, inner, hidden]`, as GGUF does), or stacked with gate and up
+    joined (`experts.gate_up_proj [experts, 2 * inner, hidden]` and `experts.down_proj`, Transformers 5's).
+
+    Args:
+        hidden_size: of a row.
+        moe: number and inner size of the experts.
+        activation: Transformers' name of it; SiLU is the one that experts of supported families have.
+        names: what checkpoints call the matrices of gate, up and down.
+        block: what checkpoints call the block that this lies in, where they call it otherwise than the
+            model does; the joined form is always under the model's name.
+    """
+
+    method: ExpertsMethod
+    group: TensorParallelGroup
+
+    def __init__(
+        self,
+        hidden_size: int,
+        moe: MoEConfig,
+        activation: str = "silu",
+        names: Names = NAMES,
+        block: str = "",
+    ):
+        super().__init__()
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"hidden_act={activation!r} is not supported in experts: use a model with silu")
+        self.hidden_size = hidden_size
+        self.moe = moe
+        self.names = names
+        self.block = block
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self.group = build.group
+        self.method = build.experts_method(prefix)
+        total = self.moe.expert_size
+        size = divide(total, self.group, f"{prefix}' inner size")
+        self.shard = ExpertShard(self.group.rank * size, size, total)
+        self.method.create_weights(
+            self, self.moe.num_experts, self.hidden_size, size, build.dtype, build.device
+        )
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        count, inner, hidden = self.moe.num_experts, self.moe.expert_size, self.hidden_size
+        stored = in_block(prefix, self.block) if self.block else prefix
+        every = slice(0, count)
+        targets: dict[str, LoadTarget] = {}
+        singles: dict[Matrix, tuple[str, ...]] = {}
+        for matrix, name in zip(_MATRICES, self.names, strict=True):
+            sizes = (hidden, inner) if matrix == "down" else (inner, hidden)
+            for tensor, shape in self.method.checkpoint_tensors(*sizes).items():
+                load = partial(self.method.load_shard, self, tensor, matrix, shard=self.shard)
+                covered = tuple(f"{stored}.{expert}.{name}.{tensor}" for expert in range(count))
+                for expert, single in enumerate(covered):
+                    targets[single] = LoadTarget(shape, partial(load, expert))
+                stacked = LoadTarget((count, *shape), partial(load, every), covers=covered)
+                targets[f"{stored}.{name}.{tensor}"] = stacked
+                if tensor == "weight":
+                    singles[matrix] = covered
+        if singles:
+            targets[f"{prefix}.down_proj"] = targets[f"{stored}.{self.names[2]}.weight"]
+            targets[f"{prefix}.gate_up_proj"] = LoadTarget(
+                (count, 2 * inner, hidden), self._load_gate_up, covers=singles["gate"] + singles["up"]
+            )
+        return targets
+
+    def _load_gate_up(self, tensor: torch.Tensor) -> None:
+        every = slice(0, self.moe.num_experts)
+        gate, up = tensor.chunk(2, dim=1)
+        self.method.load_shard(self, "weight", "gate", every, gate, self.shard)
+        self.method.load_shard(self, "weight", "up", every, up, self.shard)
+
+    def process_after_load(self) -> None:
+        self.method.process_after_load(self)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """This rank's part of every row's weighted sum of experts, to be added over the ranks.
+
+        `x [rows, hidden]`, weights float32 and experts int32 `[rows, top_k]`, to `[rows, hidden]`.
+        """
+        return self.method.apply(self, x, weights, experts)
+
+
+class _PartialRowParallelLinear(RowParallelLinear):
+    """Leaves the addition of the ranks' results to its caller."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x, self.bias if self.group.rank == 0 else None)
+
+
+class SharedExperts(nn.Module):
+    """The feed-forward that every row visits; its result is to be added over the ranks."""
+
+    def __init__(self, hidden_size: int, inner_size: int, activation: str):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, {"gate_proj": inner_size, "up_proj": inner_size}
+        )
+        self.down_proj = _PartialRowParallelLinear(inner_size, hidden_size)
+        self.act = gated_activation(activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(x)))
+
+
+class MoE(nn.Module):
+    """Router, routed experts and, where the config has them, shared experts.
+
+    Args:
+        hidden_size: of a row.
+        moe: all about experts and their choice.
+        activation: Transformers' name of the experts' activation.
+        names: what checkpoints call each expert's matrices of gate, up and down.
+        float32_router: see `Router`.
+        shared_name: what checkpoints call the shared experts.
+        shared_gate: whether the shared experts' result is weighted by the sigmoid of a learned score
+            (Qwen2-MoE), whose matrix is `{shared_name}_gate`.
+        block: what checkpoints call this block, see `Router` and `Experts`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        moe: MoEConfig,
+        activation: str = "silu",
+        names: Names = NAMES,
+        float32_router: bool = False,
+        shared_name: str = "shared_experts",
+        shared_gate: bool = False,
+        block: str = "",
+    ):
+        super().__init__()
+        self.gate = Router(hidden_size, moe, float32_router, block)
+        self.experts = Experts(hidden_size, moe, activation, names, block)
+        self._shared_name, self._shared_gate_name = shared_name, f"{shared_name}_gate"
+        if moe.shared_size:
+            self.add_module(shared_name, SharedExperts(hidden_size, moe.shared_size, activation))
+            if shared_gate:
+                self.add_module(self._shared_gate_name, ReplicatedLinear(hidden_size, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden_size]` to the same."""
+        weights, experts = self.gate.choose(x)
+        out = self.experts(x, weights, experts)
+        if (shared := self._modules.get(self._shared_name)) is not None:
+            extra = shared(x)
+            if (gate := self._modules.get(self._shared_gate_name)) is not None:
+                extra = extra * torch.sigmoid(gate(x))
+            out = out + extra
+        return self.experts.group.all_reduce(out)

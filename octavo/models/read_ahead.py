@@ -1,0 +1,156 @@
+"""Tensors of files in the order of their bytes, read at the disk's speed and given back behind."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.models.file_tensor import PIECE_BYTES, FileTensor, Staging
+from octavo.models.mapped_file import MappedFile
+
+# Bytes that may be in memory before their consumer asks for them: a share of all, within bounds.
+_WINDOW = (4 << 20, 64 << 20)
+_WINDOW_SHARE = 32
+# Bytes from which a tensor is copied by pieces: what a CPU may hold twice, and what a transfer to a
+# GPU gains by.
+_LARGE_CPU, _LARGE_GPU = 2 * PIECE_BYTES, 1 << 20
+
+
+class Span(NamedTuple):
+    """Bytes of a file that will be read as a whole."""
+
+    file: MappedFile
+    offset: int
+    nbytes: int
+
+
+class ReadAhead:
+    """Reads spans in order, a window ahead of their consumer; a context manager.
+
+    The consumer is one thread, and takes the spans in the same order: `take(i)` says that it is at
+    span i, and lets all before go.
+    """
+
+    def __init__(self, spans: Sequence[Span]):
+        self._spans = spans
+        self._starts = [0]
+        for span in spans:
+            self._starts.append(self._starts[-1] + span.nbytes)
+        low, high = _WINDOW
+        self._window = min(max(self._starts[-1] // _WINDOW_SHARE, low), high)
+        self._piece = max(1 << 20, min(PIECE_BYTES, self._window // 4))
+        self._at = 0  # bytes of all spans that the consumer has behind it
+        self._closed = False
+        self._moved = threading.Condition()
+        self._staging: dict[torch.device, Staging] = {}
+        self._current = 0
+        self._thread = threading.Thread(target=self._run, name="octavo-read-ahead", daemon=True)
+
+    def __enter__(self) -> ReadAhead:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._moved:
+            self._closed = True
+            self._moved.notify()
+        self._thread.join()
+        for staging in self._staging.values():
+            staging.close()
+
+    def take(self, index: int, device: torch.device) -> torch.Tensor:
+        """The bytes of span `index`, uint8; a `FileTensor` where they are many."""
+        self._let_go()
+        self._current = index
+        self._move(self._starts[index])
+        file, offset, nbytes = self._spans[index]
+        view = file.bytes(offset, nbytes)
+        if nbytes > (_LARGE_CPU if device.type == "cpu" else _LARGE_GPU):
+            return FileTensor.of(view, self)
+        file.populate(offset, nbytes)
+        return view
+
+    def _let_go(self) -> None:
+        """Give back the span before: up to the page that the next one may share."""
+        file, offset, nbytes = self._spans[self._current]
+        if nbytes:
+            file.give_back(offset - offset % 4096, nbytes + offset % 4096)
+
+    # ---- what a FileTensor asks -------------------------------------------------------------------
+
+    def before(self, address: int, nbytes: int) -> None:
+        file = self._spans[self._current].file
+        file.populate(address - file.address, nbytes)
+
+    def after(self, address: int, nbytes: int) -> None:
+        file, offset, _ = self._spans[self._current]
+        file.give_back(address - file.address, nbytes)
+        self._move(self._starts[self._current] + address - file.address - offset + nbytes)
+
+    def staging(self, device: torch.device) -> Staging:
+        if device not in self._staging:
+            self._staging[device] = Staging(device)
+        return self._staging[device]
+
+    # ---- the reading thread -----------------------------------------------------------------------
+
+    def _move(self, at: int) -> None:
+        with self._moved:
+            self._at = max(self._at, at)
+            self._moved.notify()
+
+    def _run(self) -> None:
+        announced = position = 0
+        while position < self._starts[-1]:
+            with self._moved:
+                self._moved.wait_for(lambda at=position: self._closed or at < self._at + self._window)  # type: ignore[misc]
+                if self._closed:
+                    return
+                position = max(position, self._at)
+            # The disk gets its orders a window further ahead; their pages are nobody's memory yet.
+            while announced < min(position + 2 * self._window, self._starts[-1]):
+                file, offset, nbytes = self._part(max(announced, position))
+                file.announce(offset, nbytes)
+                announced = max(announced, position) + nbytes
+            file, offset, nbytes = self._part(position)
+            try:
+                file.populate(offset, nbytes)
+            except ModelError:
+                return  # the consumer meets it where it happens
+            position += nbytes
+
+    def _part(self, position: int) -> Span:
+        """The next piece of one file from a position among all spans' bytes on, joined over spans."""
+        index = bisect.bisect_right(self._starts, position) - 1
+        file, offset, nbytes = self._spans[index]
+        begin = offset + position - self._starts[index]
+        count = self._starts[index + 1] - position
+        while count < self._piece and index + 1 < len(self._spans):
+            index += 1
+            following = self._spans[index]
+            if following.file is not file or following.offset != begin + count:
+                break
+            count += following.nbytes
+        return Span(file, begin, min(count, self._piece))
+
+
+def read_spans(spans: Sequence[Span], device: torch.device) -> Iterator[torch.Tensor]:
+    """The bytes of spans, one by one: each is the consumer's to copy from until it asks for the next.
+
+    Args:
+        spans: in the order in which they lie on the disk.
+        device: where the consumer copies them.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    if not spans:
+        return
+    with ReadAhead(spans) as ahead:
+        for index in range(len(spans)):
+            yield ahead.take(index, device)

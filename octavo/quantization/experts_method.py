@@ -1,0 +1,153 @@
+"""How the matrices of a layer's experts are stored, loaded, repacked and applied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.kernels import moe_ops
+from octavo.quantization.linear_method import cpu_lacks, widening_linear
+
+Matrix = Literal["gate", "up", "down"]
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """The slice of the experts' inner dimension that a rank holds: `first .. first + size` of `total`.
+
+    They are rows of gate and up, columns of down.
+    """
+
+    first: int
+    size: int
+    total: int
+
+
+class ExpertsMethod(ABC):
+    """Owns the representation of the experts' matrices, sister of `LinearMethod`; the layer owns sharding.
+
+    A method is stateless: it registers parameters on the layer and reads them back. Experts have no
+    biases.
+    """
+
+    name: str
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Register uninitialised parameters on `layer` for `num_experts` SwiGLU feed-forwards.
+
+        `inner_size` is this rank's; `dtype` is the type of activations.
+        """
+
+    @abstractmethod
+    def checkpoint_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """Name (`weight`, `weight_scale`, …) and full shape of each tensor that a checkpoint stores for
+        one expert's matrix of that size."""
+
+    @abstractmethod
+    def load_shard(
+        self,
+        layer: nn.Module,
+        name: str,
+        matrix: Matrix,
+        expert: int | slice,
+        tensor: torch.Tensor,
+        shard: ExpertShard,
+    ) -> None:
+        """Copy this rank's piece of the full checkpoint tensor `name` of one expert's matrix into `layer`.
+
+        With a slice for `expert`, `tensor` has one entry per expert of it in front.
+        """
+
+    def process_after_load(self, layer: nn.Module) -> None:  # noqa: B027 (optional hook)
+        """Repack once all shards are there."""
+
+    @abstractmethod
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of every row's weighted sum of SwiGLU experts.
+
+        Args:
+            x: `[rows, hidden]`.
+            weights: float32 `[rows, top_k]`.
+            experts: int32 `[rows, top_k]`.
+
+        Returns:
+            A new `[rows, hidden]` of `x`'s dtype.
+        """
+
+
+class UnquantizedExpertsMethod(ExpertsMethod):
+    """`w13 [experts, 2 * inner, hidden]` (gate's rows, then up's) and `w2 [experts, hidden, inner]`."""
+
+    name = "unquantized"
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shapes = {"w13": (2 * inner_size, hidden_size), "w2": (hidden_size, inner_size)}
+        for name, shape in shapes.items():
+            weight = torch.empty(num_experts, *shape, dtype=dtype, device=device)
+            layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+    def checkpoint_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (out_features, in_features)}
+
+    def load_shard(
+        self,
+        layer: nn.Module,
+        name: str,
+        matrix: Matrix,
+        expert: int | slice,
+        tensor: torch.Tensor,
+        shard: ExpertShard,
+    ) -> None:
+        parameters = layer._parameters  # thousands of calls: the plain dictionary, no look-ups by path
+        if matrix == "down":
+            target, dim = parameters["w2"][expert], -1  # type: ignore[index]
+        else:
+            target, dim = parameters["w13"][expert], -2  # type: ignore[index]
+            target = target.narrow(-2, 0 if matrix == "gate" else shard.size, shard.size)
+        if shard.size != shard.total:
+            tensor = tensor.narrow(dim, shard.first, shard.size)
+        target.copy_(tensor)
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        w13: torch.Tensor = layer.w13  # type: ignore[assignment]
+        w2: torch.Tensor = layer.w2  # type: ignore[assignment]
+        linear = widening_linear if x.is_cpu and cpu_lacks(x.dtype) else F.linear
+        return moe_ops.experts(x, w13, w2, weights, experts, linear)
+
+
+def experts_method(quantization: str | None, prefix: str) -> ExpertsMethod:
+    """The method for the experts of the layer named `prefix` under a quantization setting.
+
+    Raises:
+        ConfigError: a setting that this version does not know.
+    """
+    if quantization is None:
+        return UnquantizedExpertsMethod()
+    raise ConfigError(f"quantization={quantization!r} is not supported by this version: leave it out")

@@ -1,0 +1,48 @@
+"""The memory of the KV cache: equal pages that layers of all groups share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kv.format import KVGroup
+from octavo.kv.groups import layers_per_page
+from octavo.worker.device import DTYPES
+
+
+def allocate_caches(groups: Sequence[KVGroup], num_blocks: int, device: torch.device) -> list[torch.Tensor]:
+    """Zeroed caches, one per attention layer in the layers' order.
+
+    The j-th layers of all groups are views of one buffer: a block belongs to one group at a time, so
+    they never use the same part of it.
+
+    Returns:
+        Tensors `[num_blocks, *layer_block_shape]` in each layer's KV dtype.
+
+    Raises:
+        ConfigError: the device has too little memory.
+    """
+    size = num_blocks * groups[0].format.layer_block_bytes()
+    buffers = [_zeros(size, device) for _ in range(layers_per_page(groups))]
+    caches = {
+        layer: buffer.view(DTYPES[group.format.dtype]).view(num_blocks, *group.format.layer_block_shape())
+        for group in groups
+        for buffer, layer in zip(buffers, group.layers, strict=False)  # a last group may have fewer layers
+    }
+    return [caches[layer] for layer in range(len(caches))]
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        # NumPy's zeros cost no memory until they are written; PyTorch's do.
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the KV cache does not fit on {device}: {str(error).splitlines()[0]} Lower "
+            "gpu_memory_utilization or kv_cache_memory_bytes"
+        ) from None
