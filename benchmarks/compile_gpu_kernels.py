@@ -197,7 +197,7 @@ def main() -> int:
     if args.capability not in _SHARED_KIB:
         parser.error(f"--capability {args.capability} is not known: use one of {sorted(_SHARED_KIB)}")
     triton.runtime.driver.set_active(_StandInDriver(args.capability))
-    attention._shared_memory = lambda device: _SHARED_KIB[args.capability] << 10
+    attention.shared_memory = lambda device: _SHARED_KIB[args.capability] << 10
     compiled: list[Any] = []
     run = JITFunction.run
 

@@ -80,6 +80,22 @@ class EngineConfig:
     trust_remote_code: bool = setting(
         False, "Run a checkpoint's own Python code. No built-in family needs it.", only=(False,)
     )
+    model_impl: str = setting(
+        "auto",
+        "Whose code runs the model: Octavo's own families (octavo), or that of the transformers package on "
+        "Octavo's paged attention (transformers); auto takes the second where no family knows the model.",
+        choices=("auto", "octavo", "transformers"),
+    )
+    runner: str = setting(
+        "auto",
+        "What the model is for: texts (generate) or embeddings (pooling); auto goes by its files.",
+        choices=("auto", "generate", "pooling"),
+    )
+    pooler_config: dict[str, Any] | str | None = setting(
+        None,
+        "How token vectors become an embedding, as JSON: `pooling_type` (LAST, MEAN or CLS) and `normalize`; "
+        "what it leaves out is as the model's sentence-transformers files say.",
+    )
     load_format: str = setting(
         "auto",
         "Where weights come from: by the files found (auto), safetensors, PyTorch's own files (pt; read "

@@ -50,7 +50,7 @@ class InputProcessor:
         # What runs the model must take the commit that is described here, and need not ask the hub again.
         self.config = config = replace(config, revision=source.revision) if source.revision else config
         self.model_name = source.name
-        self.model_config = load_model_config(source)
+        self.model_config = load_model_config(source, config.model_impl)
         self.generation_defaults = (
             load_generation_config(source) if config.generation_config == "auto" else {}
         )

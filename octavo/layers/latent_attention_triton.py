@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.kernels.triton import latent as kernels
-from octavo.kernels.triton.attention import choose_splits
+from octavo.kernels.triton.attention import choose_splits, shared_memory
 from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_triton import multiprocessors, workspace
@@ -49,7 +49,7 @@ class TritonLatentAttention(LatentBackend):
     def _decode(self, meta: AttentionMetadata, first: int, last: int, max_query_len: int) -> _Decode:
         device = meta.seq_lens.device
         max_rows, requests = power_of_2(max_query_len), last - first
-        tile = kernels.decode_tile(self.num_heads, getattr(torch, self.fmt.dtype))
+        tile = kernels.decode_tile(self.num_heads, getattr(torch, self.fmt.dtype), shared_memory(device))
         programs = requests * ceil_div(max_rows * self.num_heads, tile.lanes)
         # A tile's vectors fill most of a multiprocessor's shared memory: one or two programs fit.
         splits = choose_splits(programs, meta.max_seq_len, multiprocessors(device), 8 // tile.warps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -58,7 +59,8 @@ class MoEConfig:
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): sizes in elements.
 
-    `q_rank` is None where queries are not compressed.
+    `q_rank` is None where queries are not compressed. `interleaved`: the checkpoint's rotary pairs are
+    neighbours, as DeepSeek's are.
     """
 
     q_rank: int | None
@@ -66,6 +68,7 @@ class LatentConfig:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    interleaved: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class ModelConfig:
     ("float32", "bfloat16", "float16"). `windows` has each layer's sliding window in tokens (itself
     included), None where it sees everything; empty: all layers do. `local_rope` is that of the layers
     with a window where it differs. `extra` keeps the raw config for families with more to read.
+    `implementation` is "octavo", or for models that run Transformers' code "transformers" (decoders) or
+    "encoder" (models whose tokens see both sides, for embeddings alone).
     """
 
     architecture: str
@@ -107,6 +112,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
+    implementation: str = "octavo"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
@@ -131,3 +137,12 @@ class ModelConfig:
             original = int(self.rope.params["original_max_position_embeddings"])
             return max(self.max_position_embeddings, int(original * factor))
         return self.max_position_embeddings
+
+    def with_windows(self, windows: Sequence[int | None]) -> ModelConfig:
+        """The same with these sliding windows, without those that hide nothing of the context.
+
+        Where layers with a window have positions of their own, every window is kept: it also says so.
+        """
+        if self.local_rope is None:
+            windows = [w if w is not None and w < self.context_length else None for w in windows]
+        return replace(self, windows=tuple(windows) if any(windows) else ())

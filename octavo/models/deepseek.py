@@ -15,12 +15,14 @@ from torch import nn
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.latent_attention_linear import LatentDownLinear, LatentQueryLinear, LatentUpProjection
+from octavo.layers.layer import LoadTarget
 from octavo.layers.linear import RowParallelLinear
 from octavo.layers.moe import MoE
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from octavo.models.targets import Targets, left_out
 
 _LATENT_EPS = 1e-6  # of the norms of compressed queries and KV, whatever the config's rms_norm_eps
 
@@ -70,3 +72,10 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     """The decoder with its output head."""
 
     decoder_layer = DeepseekDecoderLayer
+
+    def checkpoint_targets(self, targets: dict[str, LoadTarget]) -> Targets:
+        """The layers that predict further tokens (V3, section 2.2) come after the last, and are not run."""
+        first, extra = self.config.num_layers, int(self.config.extra.get("num_nextn_predict_layers") or 0)
+        for layer in range(first, first + extra):
+            targets = targets | left_out(f"model.layers.{layer}")
+        return super().checkpoint_targets(targets)

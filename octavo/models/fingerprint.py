@@ -31,7 +31,8 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
 
     1. the ASCII text `octavo-weights-1`;
     2. the config: JSON of `ModelConfig`'s fields but extra, bos_token_id and eos_token_ids (`rope`
-       nested), keys sorted, no spaces, ASCII;
+       nested), keys sorted, no spaces, ASCII; with `extra` where Transformers' code runs the model, which
+       reads more of it than the other fields hold;
     3. for random weights (`load_format` dummy): the text `dummy:` and the seed in decimal; nothing else.
     4. Otherwise for every file of weights, in the order of names (a GGUF model is one file whose name
        counts as `gguf`, so that it may be renamed; the parts of a split one count as `gguf` each):
@@ -62,7 +63,8 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
         digest.update(record)
 
     add(b"octavo-weights-1")
-    fields = {key: value for key, value in asdict(config).items() if key not in _NOT_WEIGHTS}
+    skipped = [key for key in _NOT_WEIGHTS if key != "extra" or config.implementation == "octavo"]
+    fields = {key: value for key, value in asdict(config).items() if key not in skipped}
     add(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii"))
     if load_format == "dummy":
         add(f"dummy:{seed}".encode("ascii"))

@@ -12,7 +12,10 @@ from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import CachedLayer, Planner
+from octavo.layers.layer import LoadTarget
+from octavo.models.aliases import AliasTargets, with_prefix
 from octavo.models.config import ModelConfig
+from octavo.models.targets import Targets
 
 
 class CausalLM(nn.Module, ABC):
@@ -46,6 +49,15 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, vocab_size]` of hidden states, in the model's dtype (the sampler widens)."""
+
+    def checkpoint_targets(self, targets: dict[str, LoadTarget]) -> Targets:
+        """What the layers take of a checkpoint, with the other names under which one may hold it: a bare
+        decoder's leave out the `model.` before each."""
+        return AliasTargets(targets, lambda name, known: with_prefix("model", name, known))
+
+    def why_no_graphs(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why steps of this model cannot be recorded as device graphs; None: they can."""
+        return None
 
     def attention_layers(self) -> list[CachedLayer]:
         """The layers with a KV cache, in the order of their caches."""

@@ -10,7 +10,9 @@ from octavo.models.config import ModelConfig
 from octavo.models.gguf_config import generation_config_from_gguf, model_config_from_gguf
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.hf_config import generation_config_from_folder, model_config_from_folder
+from octavo.models.json_file import read_json
 from octavo.models.locate import ModelSource
+from octavo.models.transformers_config import is_native, model_config_from_raw
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +20,28 @@ if TYPE_CHECKING:
     from octavo.models.targets import Targets
 
 
-def load_model_config(source: ModelSource) -> ModelConfig:
-    """The architecture of a model.
+def load_model_config(source: ModelSource, model_impl: str = "auto") -> ModelConfig:
+    """The architecture of a model, and whose code runs it.
+
+    Args:
+        model_impl: the setting: auto takes Octavo's own families where one knows the architecture, and
+            Transformers' code otherwise.
 
     Raises:
         ModelError: missing or malformed files, or an architecture that is not supported.
     """
     if source.kind == "gguf":
+        if model_impl == "transformers":
+            raise ModelError(
+                f"{source.name}: model_impl='transformers' reads folders only, not GGUF files: leave it auto"
+            )
         return model_config_from_gguf(GGUFFile(source.path))
+    if model_impl != "octavo":
+        path, generation = source.path / "config.json", source.path / "generation_config.json"
+        raw = read_json(path)
+        if not is_native(raw, model_impl):
+            given = read_json(generation) if generation.exists() else {}
+            return model_config_from_raw(raw, given, str(path))
     return model_config_from_folder(source.path)
 
 
@@ -62,14 +78,15 @@ def iterate_weights(
         load_format: auto, safetensors, pt, gguf or dummy (random weights by `seed`).
         dtype: of GGUF's and random weights; those of a folder come in the checkpoint's own type, as
             views of the mapped file on the CPU, and the consumer's copy converts them.
-        device: where GGUF's and random weights are made.
+        device: where GGUF's and random weights are made, and where the consumer copies a folder's.
         progress: show a bar on stderr when it is a terminal.
 
     Raises:
         ModelError: weights that are missing, truncated, corrupt, misshapen, or not of this format.
     """
     import torch
-    from tqdm import tqdm
+
+    from octavo.models.read_ahead import AsRead
 
     device = torch.device(device)
     if load_format == "dummy":
@@ -93,13 +110,17 @@ def iterate_weights(
         raise ModelError(
             f"load_format={load_format!r} does not fit {source.path}: give {wanted}, or leave it auto"
         )
-    with tqdm(
-        total=total,
-        unit=unit,
-        unit_scale=True,
-        desc=f"Loading {source.path.name}",
-        disable=None if progress else True,
-    ) as bar:
+    counted = _counted(weights, total, unit, f"Loading {source.path.name}", progress)
+    return AsRead(counted) if unit == "B" else counted
+
+
+def _counted(
+    weights: Iterator[tuple[str, torch.Tensor]], total: int, unit: str, title: str, progress: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, under a bar on stderr when it is a terminal (and `progress`)."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, unit_scale=True, desc=title, disable=None if progress else True) as bar:
         for name, tensor in weights:
             yield name, tensor
             bar.update(tensor.numel() if unit == "el" else tensor.numel() * tensor.element_size())

@@ -12,8 +12,10 @@ from octavo.layers.backends import resolve_backend
 from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
+from octavo.models.mapped_file import touched_ahead
+from octavo.models.read_ahead import AsRead
 from octavo.models.registry import model_class
-from octavo.models.targets import IGNORED_SUFFIXES, missing
+from octavo.models.targets import Targets, ignored, missing
 from octavo.parallel.state import tensor_parallel_group
 from octavo.quantization.experts_method import experts_method
 from octavo.quantization.linear_method import linear_method
@@ -60,7 +62,7 @@ def build_model(
         linear_method=partial(linear_method, quantization),
         experts_method=partial(experts_method, quantization),
     )
-    model = model_class(config.architecture)(config)
+    model = model_class(config.architecture, config.implementation)(config)
     with torch.no_grad():
         for name, layer in _layers(model):
             layer.create_weights(build, name)
@@ -72,17 +74,20 @@ def _layers(model: CausalLM) -> list[tuple[str, Layer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
 
 
-def load_targets(model: CausalLM) -> dict[str, LoadTarget]:
-    """Every checkpoint tensor that the model takes, by Hugging Face's names, with its full shape."""
+def load_targets(model: CausalLM) -> Targets:
+    """Every checkpoint tensor that the model takes, by Hugging Face's names, with its full shape.
+
+    A model may also find a target under other names, over which the mapping does not iterate.
+    """
     targets: dict[str, LoadTarget] = {}
     for name, layer in _layers(model):
         for key, target in layer.load_targets(name).items():
             assert key not in targets, key
             targets[key] = target
-    return targets
+    return model.checkpoint_targets(targets)
 
 
-def targets_of(config: ModelConfig) -> dict[str, LoadTarget]:
+def targets_of(config: ModelConfig) -> Targets:
     """The checkpoint tensors that a model of this config takes on one rank; nothing is allocated."""
     return load_targets(build_model(config, dtype=torch.float32, device="meta"))
 
@@ -98,13 +103,24 @@ def load_weights(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -
         ModelError: tensors that are missing, not expected, given twice or of a wrong shape; one line
             names them. The model is then unusable.
     """
+    if isinstance(weights, AsRead):
+        with touched_ahead(model.parameters()):
+            _fill(model, weights)
+    else:
+        _fill(model, weights)
+    for _, layer in _layers(model):
+        layer.process_after_load()
+
+
+def _fill(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy every tensor to its place, and see that all places are filled."""
     targets = load_targets(model)
     seen: set[str] = set()
     unexpected: list[str] = []
     for name, tensor in weights:
         target = targets.get(name)
         if target is None:
-            if not name.endswith(IGNORED_SUFFIXES):
+            if not ignored(name, targets):
                 unexpected.append(name)
             continue
         if name in seen:
@@ -124,8 +140,6 @@ def load_weights(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -
             f"weights: {' and '.join(faults)}: the checkpoint is incomplete or not a "
             f"{model.config.architecture}, fetch it again"
         )
-    for _, layer in _layers(model):
-        layer.process_after_load()
 
 
 def _some(names: list[str]) -> str:

@@ -12,17 +12,35 @@ if TYPE_CHECKING:
 
 # Hugging Face's class name: module, class.
 ARCHITECTURES: dict[str, tuple[str, str]] = {
-    name: ("octavo.models.llama", "LlamaForCausalLM")
-    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    "LlamaForCausalLM": ("octavo.models.llama", "LlamaForCausalLM"),
+    "MistralForCausalLM": ("octavo.models.llama", "LlamaForCausalLM"),
+    "Qwen2ForCausalLM": ("octavo.models.llama", "LlamaForCausalLM"),
+    "Qwen3ForCausalLM": ("octavo.models.llama", "LlamaForCausalLM"),
+    "Phi3ForCausalLM": ("octavo.models.llama", "LlamaForCausalLM"),
+    "Gemma2ForCausalLM": ("octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForCausalLM": ("octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("octavo.models.gemma", "Gemma3ForConditionalGeneration"),
+    "GraniteForCausalLM": ("octavo.models.granite", "GraniteForCausalLM"),
+    "Olmo2ForCausalLM": ("octavo.models.olmo2", "Olmo2ForCausalLM"),
+    "Olmo3ForCausalLM": ("octavo.models.olmo2", "Olmo2ForCausalLM"),
+    "MixtralForCausalLM": ("octavo.models.mixtral", "MixtralForCausalLM"),
+    "Qwen2MoeForCausalLM": ("octavo.models.qwen3_moe", "Qwen3MoeForCausalLM"),
+    "Qwen3MoeForCausalLM": ("octavo.models.qwen3_moe", "Qwen3MoeForCausalLM"),
+    "DeepseekV2ForCausalLM": ("octavo.models.deepseek", "DeepseekForCausalLM"),
+    "DeepseekV3ForCausalLM": ("octavo.models.deepseek", "DeepseekForCausalLM"),
 }
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class that runs an architecture.
+def model_class(architecture: str, implementation: str = "octavo") -> type[CausalLM]:
+    """The class that runs an architecture, of Octavo's families or over Transformers' code.
 
     Raises:
         ModelError: none does.
     """
+    if implementation == "transformers":
+        from octavo.models.transformers_model import TransformersForCausalLM
+
+        return TransformersForCausalLM
     if architecture not in ARCHITECTURES:
         raise ModelError(
             f"architecture {architecture!r} is not supported: use a model of {', '.join(ARCHITECTURES)}"

@@ -15,9 +15,27 @@ IGNORED_SUFFIXES = (
     ".attn.masked_bias",
     ".self_attn.bias",
     ".self_attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
 )
 
+# Parts of a multimodal checkpoint that nothing here runs.
+IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+
 Targets = Mapping[str, LoadTarget]
+
+
+def left_out(prefix: str) -> dict[str, LoadTarget]:
+    """A target for all that a checkpoint may hold under `prefix` and the model has no use for."""
+    return {f"{prefix}.*": LoadTarget((), lambda tensor: None, optional=True)}
+
+
+def ignored(name: str, targets: Targets) -> bool:
+    """Whether a checkpoint's tensor is not loaded: whatever the model, or `left_out` of this one's."""
+    if name.endswith(IGNORED_SUFFIXES) or name.startswith(IGNORED_PREFIXES):
+        return True
+    dots = [i for i, character in enumerate(name) if character == "."]
+    return any(f"{name[:i]}.*" in targets for i in dots)
 
 
 def canonical(targets: Targets) -> dict[str, tuple[int, ...]]:
@@ -40,7 +58,6 @@ def check_tensors(
     targets: Targets,
     where: Path,
     architecture: str,
-    left_out: Iterable[str] = (),
 ) -> list[str]:
     """The names to load, after checking that they are just those that the model takes.
 
@@ -49,7 +66,6 @@ def check_tensors(
         targets: what the model takes.
         where: the file or folder, for messages.
         architecture: of the model, for messages.
-        left_out: names that may also be stored and are not wanted.
 
     Raises:
         ModelError: a tensor is missing, given in two spellings, has another shape, or has no place.
@@ -57,10 +73,9 @@ def check_tensors(
     names = [name for name in found if name in targets]
     for name in missing(names, targets):
         raise ModelError(f"{where}: tensor {name!r} is missing: fetch the model again, or check its config")
-    skip = set(left_out)
     for name, shape in found.items():
         if name not in targets:
-            if name in skip or name.endswith(IGNORED_SUFFIXES):
+            if ignored(name, targets):
                 continue
             raise ModelError(
                 f"{where}: tensor {name!r} has no place in {architecture}: use a checkpoint of a "

@@ -25,7 +25,7 @@ from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
-from octavo.models.locate import find_model
+from octavo.models.locate import configured_model
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
 from octavo.worker.kv_cache import allocate_caches
@@ -49,8 +49,8 @@ class Worker:
         self.config = config
         self.device = choose_device(config.device)
         threads = set_threads(config, self.device)
-        source = find_model(config.model)
-        self.model_config = load_model_config(source)
+        source = configured_model(config)
+        self.model_config = load_model_config(source, config.model_impl)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         wanted = self._wanted_length(self.model_config)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
@@ -102,7 +102,7 @@ class Worker:
             cache_root=root,
             summary={
                 "model": source.name,
-                "architecture": self.model_config.architecture,
+                "architecture": self._describe_architecture(),
                 "device": self._describe_device(threads),
                 "dtype": self.dtype,
                 "attention": self.model.attention_layers()[0].backend.name,
@@ -201,8 +201,16 @@ class Worker:
             max_rows=self.max_num_batched_tokens,
             vocab_size=self.model_config.vocab_size,
             device=self.device,
-            use_graphs=self.device.type == "cuda" and not self.config.enforce_eager,
+            use_graphs=self._uses_graphs(),
         )
+
+    def _uses_graphs(self) -> bool:
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return False
+        reason = self.model.why_no_graphs(DTYPES[self.dtype], self.device)
+        if reason is not None:
+            logger.info("decode steps run eagerly: %s", reason)
+        return reason is None
 
     def _profile(self, length: int) -> int:
         """Peak bytes of the largest step, beyond what is allocated now: full budget, full sampling."""
@@ -259,6 +267,10 @@ class Worker:
             start=np.zeros(n, np.int32),
             samples=np.ones(n, bool),
         )
+
+    def _describe_architecture(self) -> str:
+        model = self.model_config
+        return model.architecture + (" through transformers" if model.implementation != "octavo" else "")
 
     def _describe_device(self, threads: int) -> str:
         if self.device.type == "cuda":

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from octavo.kernels.triton import attention
 from octavo.kernels.triton import latent as kernels
 from octavo.kv.format import KVFormat
 from octavo.layers import latent_attention_triton
@@ -20,9 +21,9 @@ TOLERANCE = {"float32": 2e-6, "float16": 2e-3}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that tiny batches need several of them, and splits of them."""
-    monkeypatch.setattr(kernels, "MIN_CHUNK", 16)
-    monkeypatch.setattr(kernels, "decode_tile", lambda heads, dtype: kernels.LatentTile(16, 16, 1, 4))
-    monkeypatch.setattr(kernels, "prefill_tile", lambda heads, dtype: kernels.LatentTile(16, 16, 1, 4))
+    monkeypatch.setattr(attention, "MIN_CHUNK", 16)
+    monkeypatch.setattr(kernels, "decode_tile", lambda *args: kernels.LatentTile(16, 16, 1, 4))
+    monkeypatch.setattr(kernels, "prefill_tile", lambda *args: kernels.LatentTile(16, 16, 1, 4))
 
 
 def backend(heads: int, rank: int, rope: int, block: int, dtype: str = "float32") -> TritonLatentAttention:
@@ -43,9 +44,9 @@ def test_mixed_batch(dtype: str, heads: int, rank: int, rope: int, block: int) -
     # Decodes first (one at a block's start, one with a context of 1), then chunks with and without context.
     shapes = [(1, 33), (1, 1), (5, 5), (9, 40)]
     q, cache, meta = latent_batch(shapes, heads, rank, rope, block, dtype, DEVICE, num_decodes=2)
-    attention = backend(heads, rank, rope, block, dtype)
-    attention.plan(meta)
-    got = attention.attend(q, cache, meta)
+    layer = backend(heads, rank, rope, block, dtype)
+    layer.plan(meta)
+    got = layer.attend(q, cache, meta)
     assert relative_error(got, expected_attention(q, cache, meta, rank, 0.2)) < TOLERANCE[dtype]
 
 
@@ -75,12 +76,10 @@ def test_several_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification of drafts: few rows a request, each with its own causal limit, over split contexts."""
     monkeypatch.setattr(latent_attention_triton, "choose_splits", lambda *args: 3)
     q, cache, meta = latent_batch([(4, 50), (3, 3), (1, 17)], 6, 16, 8, 8, device=DEVICE)
-    attention = backend(6, 16, 8, 8)
-    attention.plan(meta)
+    layer = backend(6, 16, 8, 8)
+    layer.plan(meta)
     assert [d.max_rows for d in meta.plan.decodes] == [4]
-    assert (
-        relative_error(attention.attend(q, cache, meta), expected_attention(q, cache, meta, 16, 0.2)) < 2e-6
-    )
+    assert relative_error(layer.attend(q, cache, meta), expected_attention(q, cache, meta, 16, 0.2)) < 2e-6
 
 
 def test_many_rows_are_tiled() -> None:
@@ -112,8 +111,8 @@ def test_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> 
     """What a graph records: one plan, tensors rewritten in place, requests of padding without rows."""
     monkeypatch.setattr(latent_attention_triton, "choose_splits", lambda *args: 3)
     q, _, meta = latent_batch([(1, 60)] * 4, 5, 16, 8, 8, device=DEVICE)
-    attention = backend(5, 16, 8, 8)
-    attention.prepare_capture(meta)
+    layer = backend(5, 16, 8, 8)
+    layer.prepare_capture(meta)
     for shapes in ([(1, 60), (1, 3), (1, 33)], [(1, 1)]):
         small_q, cache, small = latent_batch(shapes, 5, 16, 8, 8, device=DEVICE, seed=len(shapes))
         n = small.num_requests
@@ -121,8 +120,8 @@ def test_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> 
         meta.query_start.fill_(n)[: n + 1] = small.query_start
         meta.seq_lens.zero_()[:n] = small.seq_lens
         meta.block_table.zero_()[:n, : small.block_table.shape[1]] = small.block_table
-        attention.prepare_replay(meta)
-        got = attention.attend(q, cache, meta)
+        layer.prepare_replay(meta)
+        got = layer.attend(q, cache, meta)
         assert relative_error(got[:n], expected_attention(small_q, cache, small, 16, 0.2)) < 2e-6
 
 

@@ -192,7 +192,11 @@ def test_names() -> None:
     assert hf_name("blk.12.ffn_down.weight", llama) == "model.layers.12.mlp.down_proj.weight"
     assert hf_name("output.weight", llama) == "lm_head.weight"
     assert hf_name("output_norm.weight", llama) == "model.norm.weight"
-    assert hf_name("blk.0.ffn_up_exps.bias", llama) is None
+    assert hf_name("blk.0.ffn_up_shexp.bias", llama) is None
+    experts = "model.layers.3.block_sparse_moe.experts"
+    assert hf_name("blk.3.ffn_up_exps.weight", llama) == f"{experts}.w3.weight"
+    assert hf_name("blk.3.ffn_down.17.weight", llama) == f"{experts}.17.w2.weight"
+    assert hf_name("blk.3.attn_q.17.weight", llama) is None
     assert hf_name("something.weight", llama) is None
 
 
@@ -246,7 +250,8 @@ def test_wrong_shape_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_models_are_refused(metadata: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = tiny.gguf_file("llama", tmp_path / "m.gguf", **metadata)
+    variant = next(iter(metadata)).partition("__")[0]
+    path = tiny.gguf_file(variant if variant in tiny.VARIANTS else "llama", tmp_path / "m.gguf", **metadata)
     with pytest.raises(ModelError, match=words):
         model_config_from_gguf(GGUFFile(path))
 

@@ -334,7 +334,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Til
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor; a program can have 1 KiB less."""
     if device.type != "cuda":
         return 228 << 10  # the interpreter, and compilation without a device: as capability 9.0
@@ -478,7 +478,7 @@ def paged_prefill(
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or prefill_config(head_dim, q.dtype, _shared_memory(q.device))
+    cfg = config or prefill_config(head_dim, q.dtype, shared_memory(q.device))
     group = heads // kv_heads
     block_m = max(cfg.block_m, power_of_2(group))
     tiles = max_rows // (block_m // group) + (num_requests - first_request)

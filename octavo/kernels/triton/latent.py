@@ -18,9 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton import attention
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
-
-LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -316,22 +315,25 @@ class LatentTile:
     warps: int
 
 
-def decode_tile(heads: int, dtype: torch.dtype) -> LatentTile:
-    """Tile of the decode kernel: heads in groups of 16 where there are few, of 64 (the tensor cores' own
-    height) where there are many."""
+# Bytes of shared memory that a tile of 64 lanes and 64 positions of DeepSeek's size needs (Triton 3.6).
+_WIDE_TILE = 217 << 10
+
+
+def decode_tile(heads: int, dtype: torch.dtype, shared: int) -> LatentTile:
+    """Tile of the decode kernel: heads in groups of 16, or of 64 (the height of Hopper's own products)
+    where there are that many and the multiprocessor's `shared` memory holds it."""
     if dtype == torch.float32:
         return LatentTile(16, 16, 1, 8)
-    return LatentTile(64, 64, 2, 8) if heads >= 64 else LatentTile(16, 64, 2, 4)
+    return LatentTile(64, 64, 2, 8) if heads >= 64 and shared >= _WIDE_TILE else LatentTile(16, 32, 3, 4)
 
 
-def prefill_tile(heads: int, dtype: torch.dtype) -> LatentTile:
+def prefill_tile(heads: int, dtype: torch.dtype, shared: int) -> LatentTile:
     """Tile of the prefill kernel."""
-    return LatentTile(16, 16, 1, 8) if dtype == torch.float32 else LatentTile(64, 64, 2, 8)
+    if dtype == torch.float32:
+        return LatentTile(16, 16, 1, 8)
+    return LatentTile(64, 64, 2, 8) if shared >= _WIDE_TILE else LatentTile(16, 32, 3, 4)
 
 
-# A split shorter than this costs more in partial results than it gains in parallelism.
-MIN_CHUNK = 128
-MAX_SPLITS = 64
 _COMBINE_DIMS = 128
 _COMBINE_SPLITS = 16
 
@@ -376,7 +378,7 @@ def latent_decode(
         out: `[rows, heads, rank]`, contiguous in its last two dimensions; rows of requests with an empty
             context are left as they are.
         query_start, seq_lens, block_table: as in `AttentionMetadata` (int32).
-        splits: programs per context, at most `MAX_SPLITS`.
+        splits: programs per context, at most `attention.MAX_SPLITS`.
         partials: float32, of `latent_workspace_size`, any content.
         rank: elements of a vector that are its value.
         scale: of the scores.
@@ -384,15 +386,15 @@ def latent_decode(
     """
     heads = q.shape[1]
     rope, block_size, block_r, block_p = _sizes(cache, rank)
-    shape = tile or decode_tile(heads, q.dtype)
+    shape = tile or decode_tile(heads, q.dtype, attention.shared_memory(q.device))
     lanes = max_rows * heads
     requests = num_requests - first_request
-    min_chunk = ceil_div(MIN_CHUNK, shape.positions) * shape.positions
+    min_chunk = ceil_div(attention.MIN_CHUNK, shape.positions) * shape.positions
     _latent_decode(
         (ceil_div(lanes, shape.lanes), requests, splits),
         (q, cache, out, query_start, seq_lens, block_table, partials),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, splits, block_table.stride(0), scale * LOG2E),
+        (first_request, splits, block_table.stride(0), scale * attention.LOG2E),
         (
             heads, rank, rope, block_size, lanes, min_chunk, shape.lanes, shape.positions, block_r, block_p,
             shape.stages, _precision(q.dtype),
@@ -408,7 +410,7 @@ def latent_decode(
             (first_request, splits),
             (
                 heads, rank, lanes, min_chunk, shape.positions, block_d,
-                min(_COMBINE_SPLITS, power_of_2(splits)), MAX_SPLITS,
+                min(_COMBINE_SPLITS, power_of_2(splits)), attention.MAX_SPLITS,
             ),
             4,
         )  # fmt: skip
@@ -435,13 +437,13 @@ def latent_prefill(
     """
     heads = q.shape[1]
     rope, block_size, block_r, block_p = _sizes(cache, rank)
-    shape = tile or prefill_tile(heads, q.dtype)
+    shape = tile or prefill_tile(heads, q.dtype, attention.shared_memory(q.device))
     tiles = max_rows * heads // shape.lanes + (num_requests - first_request)
     _latent_prefill(
         (tiles, 1, 1),
         (q, cache, out, query_start, seq_lens, block_table),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, num_requests, block_table.stride(0), scale * LOG2E),
+        (first_request, num_requests, block_table.stride(0), scale * attention.LOG2E),
         (
             heads, rank, rope, block_size, shape.lanes, shape.positions, block_r, block_p, shape.stages,
             _precision(q.dtype),

@@ -1,0 +1,209 @@
+"""Configs of models that run through Transformers' own code: who does, and their normal form.
+
+Transformers is imported only here and in the modules beside this one, and only for such a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.errors import ConfigError, ModelError
+from octavo.models.config import ModelConfig, RopeConfig
+from octavo.models.hf_families import FAMILIES
+
+FALLBACK, ENCODER = "transformers", "encoder"
+_LONGEST = 1 << 31
+
+
+def is_native(raw: dict[str, Any], model_impl: str) -> bool:
+    """Whether a raw config is read, and its model run, by Octavo's own families.
+
+    Args:
+        model_impl: the setting: auto takes a family that knows the architecture, else Transformers.
+    """
+    if model_impl != "auto":
+        return model_impl == "octavo"
+    names = {str(name) for name in raw.get("architectures") or ()}
+    return any(name in FAMILIES for name in names) or bool(raw.get("quantization_config"))
+
+
+def import_transformers() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"this model runs through the transformers package, which cannot be imported ({error}): "
+            "`pip install 'octavo[transformers]'`, or use a model of a built-in family"
+        ) from None
+    return transformers
+
+
+def hf_config(raw: dict[str, Any], where: str = "config.json") -> Any:
+    """Transformers' config object of a raw config.
+
+    Raises:
+        ModelError: a model type that the installed Transformers does not know, or values it refuses.
+    """
+    transformers = import_transformers()
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in mapping:
+        raise ModelError(
+            f"{where}: model_type {kind!r} is known neither to Octavo nor to transformers "
+            f"{transformers.__version__}: use another model, or a newer transformers"
+        )
+    try:
+        return mapping[kind].from_dict(dict(raw))
+    except Exception as error:  # whatever a config class raises on values of a wrong kind
+        raise ModelError(f"{where}: refused by transformers ({_line(error)}): fetch the file again") from None
+
+
+def model_config_from_raw(
+    raw: dict[str, Any], generation: dict[str, Any] | None = None, where: str = "config.json"
+) -> ModelConfig:
+    """The normal form of a config that Transformers reads, its `implementation` set.
+
+    Encoders (BERT and its like) get the implementation "encoder", decoders "transformers". Sizes that
+    only this model's own code knows stay in `extra`, the raw config.
+
+    Raises:
+        ModelError: neither kind of model; the message says why.
+        ConfigError: Transformers is missing.
+    """
+    from octavo.models.hf_config import _dtype, _first_id, _ids
+
+    config = hf_config(raw, where)
+    text = config.get_text_config(decoder=True)
+    architecture = _architecture(raw, config, where)
+    encoder = not is_causal(architecture, config)
+    heads = _number(text, "num_attention_heads", where)
+    hidden = _number(text, "hidden_size", where)
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    positions = _positions(text, where)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_number(text, "vocab_size", where),
+        hidden_size=hidden,
+        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        num_layers=_number(text, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(head_dim),
+        max_position_embeddings=positions,
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
+        rope=_rope(text, int(head_dim), positions),
+        dtype=_dtype(raw, where),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        implementation=ENCODER if encoder else FALLBACK,
+        bos_token_id=_first_id(raw.get("bos_token_id")),
+        eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        extra=raw,
+    )
+
+
+def is_causal(architecture: str, config: Any) -> bool:
+    """Whether an architecture is a decoder whose rows see only those before them."""
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", None) is False:
+        return False
+    return causal_class(architecture, config) is not None
+
+
+def causal_class(architecture: str, config: Any) -> type[Any] | None:
+    """Transformers' class with an output head for a config, or None where there is no causal one."""
+    transformers = import_transformers()
+    auto = transformers.models.auto.modeling_auto
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if architecture in names:
+        return getattr(transformers, architecture)
+    if auto.MODEL_MAPPING_NAMES.get(config.model_type) != architecture or _encodes(config.model_type):
+        return None
+    mapping = auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    return mapping[type(config)] if type(config) in mapping else None
+
+
+def _encodes(model_type: str) -> bool:
+    """Whether models of a type are trained to fill in masked words, so that a bare one sees both sides."""
+    auto = import_transformers().models.auto.modeling_auto
+    return model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _architecture(raw: dict[str, Any], config: Any, where: str) -> str:
+    """The class of a model that has only text to read and is not both encoder and decoder.
+
+    Raises:
+        ModelError: it has more, or names no class.
+    """
+    transformers = import_transformers()
+    names = [str(name) for name in raw.get("architectures") or ()]
+    name = next((name for name in names if hasattr(transformers, name)), None)
+    shown = ", ".join(names) or f"model_type {raw.get('model_type')}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{where}: {shown} is an encoder with a decoder, which is not supported: use a decoder"
+        )
+    for other in ("vision_config", "audio_config", "speech_config"):
+        if getattr(config, other, None) is not None:
+            raise ModelError(
+                f"{where}: {shown} also takes {other.partition('_')[0]} input, which is not supported: "
+                "use its text model"
+            )
+    if name is None:
+        auto = transformers.models.auto.modeling_auto
+        name = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        name = name or auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    if not isinstance(name, str):
+        raise ModelError(f"{where}: {shown} is not a class of transformers {transformers.__version__}")
+    return name
+
+
+def _positions(config: Any, where: str) -> int:
+    """Longest text in tokens; RoBERTa and its like number positions from behind the padding token's."""
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and 0 < value < _LONGEST:
+            offset = (config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0
+            return value - offset
+    raise ModelError(f"{where}: states no longest text (max_position_embeddings): add it")
+
+
+_OFFSET_POSITIONS = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "mpnet",
+    "data2vec-text",
+    "roberta-prelayernorm",
+    "longformer",
+    "ibert",
+    "esm",
+}
+
+
+def _rope(config: Any, head_dim: int, positions: int) -> RopeConfig:
+    """The rotary positions, as far as the context's length and the block keys depend on them."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in given.values()):
+        given = given.get("full_attention") or {}
+    params = {key: value for key, value in given.items() if value is not None}
+    kind, theta = params.pop("rope_type", None) or "default", params.pop("rope_theta", None) or 10000.0
+    if kind in ("dynamic", "longrope", "llama3", "yarn"):
+        original = getattr(config, "original_max_position_embeddings", None)
+        params.setdefault("original_max_position_embeddings", original or positions)
+    return RopeConfig(theta=float(theta), dim=head_dim, kind=str(kind), params=params)
+
+
+def _number(config: Any, key: str, where: str) -> int:
+    value = getattr(config, key, None)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LONGEST:
+        raise ModelError(f"{where}: {key}={value!r} is not a positive integer: fetch the file again")
+    return value
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
