@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-# Elements that may be computed before the consumer asks for them.
-_MOST_AHEAD = 1 << 26
+# Elements that may be computed before the consumer asks for them: enough for the threads to have work,
+# and little beside any model.
+_MOST_AHEAD = 1 << 22
 
 
 class Job(NamedTuple):
@@ -36,6 +37,7 @@ def run_ahead(jobs: Iterable[Job], device: torch.device) -> Iterator[tuple[str, 
     waiting: deque[tuple[Job, Future[torch.Tensor]]] = deque()
     source = iter(jobs)
     pool = ThreadPoolExecutor(threads, "octavo-load", initializer=torch.set_num_threads, initargs=(1,))
+    torch.set_num_threads(1)  # of the consumer's copies, which have the same trouble
     try:
         ahead = 0
         following = next(source, None)

@@ -152,8 +152,8 @@ def fetch(
         if found is None or not complete:
             raise ModelError(
                 f"model {name.repo!r} at revision {asked!r} is no folder here, is "
-                f"{'incomplete' if found else 'not'} in {cache}, and {error}: check the name and the network, "
-                "or fetch it elsewhere and give its folder"
+                f"{'incomplete' if found else 'not'} in {cache}, and {error}: check the name and the "
+                "network, or fetch it elsewhere and give its folder"
             ) from None
         logger.warning("%s at revision %s: taken from the cache, for %s", name.repo, asked, error)
         return found

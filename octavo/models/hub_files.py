@@ -97,7 +97,7 @@ def choose_gguf(
         if not name.rpartition("/")[2].lower().startswith(("mmproj", "imatrix")):
             groups.setdefault(_group_of(name), []).append(i)
     if tag is not None:
-        word = re.compile(rf"(^|[-._/]){re.escape(tag)}([-._/]|$)", re.IGNORECASE)
+        word = re.compile(rf"(^|[-._/]){re.escape(tag)}([-./]| in \d|$)", re.IGNORECASE)
         groups = {g: members for g, members in groups.items() if word.search(g)}
     if len(groups) == 1:
         return _ordered(ggufs, next(iter(groups.values())))

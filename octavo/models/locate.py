@@ -165,7 +165,8 @@ def _in_folder(path: Path, name: str) -> ModelSource:
     ggufs = sorted(p for p in path.iterdir() if p.suffix.lower() == ".gguf" and p.is_file())
     if not ggufs:
         raise ModelError(
-            f"model folder {name!r} has no config.json and no .gguf file: give a folder that holds a checkpoint"
+            f"model folder {name!r} has no config.json and no .gguf file: give a folder that holds a "
+            "checkpoint"
         )
     chosen = choose_gguf([p.name for p in ggufs], None, None, f"model folder {name!r}")
     return ModelSource("gguf", ggufs[chosen[0]], name)

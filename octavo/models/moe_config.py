@@ -50,6 +50,20 @@ def mixtral_moe(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     )
 
 
+def olmoe_moe(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
+    """OLMoE: every layer has experts of the feed-forward's size."""
+    if raw.get("clip_qkv") is not None:
+        raise ValueError(f"clip_qkv={raw['clip_qkv']} is not supported")
+    moe = MoEConfig(
+        num_experts=num_experts(raw),
+        top_k=int(raw["num_experts_per_tok"]),
+        expert_size=config.intermediate_size,
+        layers=tuple(range(config.num_layers)),
+        renormalize=bool(raw["norm_topk_prob"]),
+    )
+    return with_experts(config, moe)
+
+
 def qwen_moe(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     """Qwen2-MoE and Qwen3-MoE: every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
     step, dense = int(raw["decoder_sparse_step"]), raw.get("mlp_only_layers") or []

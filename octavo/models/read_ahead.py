@@ -21,6 +21,16 @@ _WINDOW_SHARE = 32
 _LARGE_CPU, _LARGE_GPU = 2 * PIECE_BYTES, 1 << 20
 
 
+class AsRead(Iterator[tuple[str, torch.Tensor]]):
+    """Weights that come as fast as they are read, so that what the consumer does with them counts."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]):
+        self._weights = weights
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._weights)
+
+
 class Span(NamedTuple):
     """Bytes of a file that will be read as a whole."""
 
@@ -151,6 +161,13 @@ def read_spans(spans: Sequence[Span], device: torch.device) -> Iterator[torch.Te
     """
     if not spans:
         return
-    with ReadAhead(spans) as ahead:
-        for index in range(len(spans)):
-            yield ahead.take(index, device)
+    threads = torch.get_num_threads()
+    try:
+        # Copies of single tensors don't gain by threads that wait for each other, and on a busy machine
+        # lose by them.
+        torch.set_num_threads(1)
+        with ReadAhead(spans) as ahead:
+            for index in range(len(spans)):
+                yield ahead.take(index, device)
+    finally:
+        torch.set_num_threads(threads)

@@ -56,6 +56,6 @@ def check_shards(files: Sequence[Path]) -> None:
     lacking = missing_shards([path.name for path in files])
     if lacking:
         raise ModelError(
-            f"{files[0].with_name(lacking[0])}: missing, though a file beside it counts it: fetch the model's "
-            "other files"
+            f"{files[0].with_name(lacking[0])}: missing, though a file beside it counts it: fetch the "
+            "model's other files"
         )

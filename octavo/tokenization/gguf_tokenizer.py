@@ -236,6 +236,8 @@ def _wordpiece(vocabulary: _Vocabulary, special: dict[str, str]) -> Backend:
     ]  # fmt: skip
     if len(set(tokens)) != len(tokens):
         raise vocabulary.corrupt("a token occurs twice in its vocabulary")
+    renamed = dict(zip(vocabulary.tokens, tokens, strict=True))
+    special.update({name: renamed[text] for name, text in special.items()})
     special.setdefault("cls_token", special.get("bos_token", "[CLS]"))
     special.setdefault("sep_token", special.get("eos_token", "[SEP]"))
     special.setdefault("unk_token", "[UNK]")

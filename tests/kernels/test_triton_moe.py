@@ -62,9 +62,9 @@ CASES = [  # rows, experts, top_k, hidden, inner, chosen among
     (2, 128, 5, 16, 3, None),
     (7, 4, 1, 24, 20, None),
     (5, 6, 3, 36, 40, 3),
-    (40, 8, 2, 32, 32, 3),
-    (50, 5, 1, 32, 16, 1),
-    (6, 40, 8, 16, 8, 20),
+    (40, 8, 2, 20, 24, 3),
+    (50, 5, 1, 24, 16, 1),
+    (4, 40, 8, 16, 8, 12),
     (0, 8, 2, 32, 16, None),
 ]
 
@@ -88,8 +88,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_experts(case: tuple[int, int, int, int, int, int | None], dtype: torch.dtype) -> None:
     given = moe_cases.make(*case[:5], dtype, DEVICE, case[5])
-    # The interpreter has no product of bfloat16 tiles.
-    for tiles in (None, SMALL) if dtype is not torch.bfloat16 or DEVICE == "cuda" else (None,):
+    # The interpreter has no product of bfloat16 tiles, and is slow with many experts.
+    both = DEVICE == "cuda" or (dtype is not torch.bfloat16 and case[1] < 128)
+    for tiles in (None, SMALL) if both else (None,):
         got = moe.experts(*given, tiles=tiles)
         assert got.dtype == dtype and got.shape == given.x.shape
         if case[0]:
@@ -103,8 +104,10 @@ def test_strided_rows() -> None:
         assert moe_cases.error(moe.experts(wide, *given[1:], tiles=tiles), given) < 1e-6
 
 
-@pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(9, 4, 2), (600, 5, 1), (40, 60, 8), (64, 1, 1)])
-@pytest.mark.parametrize("m", [16, 64])
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "top_k", "m"),
+    [(9, 4, 2, 64), (600, 5, 1, 16), (600, 5, 1, 64), (9, 128, 8, 16), (64, 1, 1, 16)],
+)
 def test_order_and_tiles(rows: int, num_experts: int, top_k: int, m: int) -> None:
     """Sorted, stable, cut at experts, within the bound, and the rest of the table marked."""
     g = torch.Generator().manual_seed(rows)

@@ -19,7 +19,7 @@ from tests import tiny
 from tests.models.paged import PagedRun
 from tests.parallel.threads import on_ranks
 
-FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen3-moe-sparse", "qwen2-moe"]
+FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen3-moe-sparse", "qwen2-moe", "olmoe"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 
 
@@ -93,7 +93,7 @@ def test_quantized_gguf_is_read(tmp_path: Path):
         assert 0 < (a - b).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "olmoe"])
 def test_ranks_together_equal_one(variant: str):
     for prompt in tiny.PROMPTS:
         tiny.logits(variant, prompt)
@@ -104,7 +104,7 @@ def test_ranks_together_equal_one(variant: str):
         check(model, variant, 9)
         return list(model.model.layers[1].mlp.experts.w2.shape)
 
-    shape = {"mixtral": [4, 64, 48], "qwen2-moe": [8, 64, 20]}[variant]
+    shape = {"mixtral": [4, 64, 48], "qwen2-moe": [8, 64, 20], "olmoe": [6, 64, 48]}[variant]
     assert on_ranks(2, rank) == [shape, shape]
 
 

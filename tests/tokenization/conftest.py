@@ -74,6 +74,14 @@ def write_spm(path: Path, **keys: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """SentencePiece files by kind (`trained.KINDS`)."""
+    from .trained import train_models
+
+    return train_models(tmp_path_factory.mktemp("sentencepiece"))
+
+
+@pytest.fixture(scope="session")
 def smollm2(default_model: Path) -> Tokenizer:
     """SmolLM2's tokenizer, from the GGUF file."""
     return load_tokenizer(default_model)

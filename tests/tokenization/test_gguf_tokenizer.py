@@ -287,6 +287,119 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
     assert "bos_token" in error("i.gguf", add_bos_token=True)
 
 
+def test_unigram_as_sentencepiece(tmp_path: Path, models: dict[str, Path]) -> None:
+    """The kind "t5", with a character map or with byte pieces."""
+    import sentencepiece
+
+    from octavo.tokenization.sentencepiece_model import read_sentencepiece
+
+    for kind, trim in (("unigram", True), ("unigram with bytes", False)):
+        model = read_sentencepiece(models[kind])
+        keys: dict[str, object] = dict(
+            scores=model.scores,
+            token_type=model.types,
+            unknown_token_id=model.unk_id,
+            eos_token_id=model.eos_id,
+            add_space_prefix=True,
+            remove_extra_whitespaces=trim,
+        )
+        if model.charsmap:
+            keys["precompiled_charsmap"] = model.charsmap
+        tokenizer = load_tokenizer(write_gguf(tmp_path / f"{trim}.gguf", "t5", model.tokens, **keys))
+        reference = sentencepiece.SentencePieceProcessor(str(models[kind]))
+        for text in TEXTS:
+            if "<" in text or "\r" in text or "\u0301" in text:  # special tokens; what the library joins
+                continue
+            assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text), text
+        # llama.cpp adds EOS and no BOS to this kind.
+        assert tokenizer.encode("hello")[-1] == model.eos_id
+        assert tokenizer.encode("hello")[:-1] == reference.encode("hello")
+
+
+def test_gemma_as_its_files_have_it(tmp_path: Path) -> None:
+    """No dummy prefix, BOS, spaces as user-defined tokens, turn marks as control tokens, one end of turn."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256))]
+    types = [3, 3, 3, 3, *[6] * 256]
+    for token, kind in [("\n", 4), ("\n\n", 4), ("  ", 4), ("<start_of_turn>", 3), ("<end_of_turn>", 3)]:
+        tokens.append(token)
+        types.append(kind)
+    for token in ["hi", "us", "user", "er", "▁x", "▁", "h", "i", "u", "s", "e", "r", "x"]:
+        tokens.append(token)
+        types.append(1)
+    scores = [-1000.0 if kind != 1 else -float(i) for i, kind in enumerate(types)]
+    keys = dict(
+        bos_token_id=2, eos_token_id=1, unknown_token_id=3, padding_token_id=0, add_space_prefix=False
+    )
+    path = write_gguf(
+        tmp_path / "gemma.gguf", "llama", tokens, scores=scores, token_type=types, pre="default", **keys
+    )
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode("<start_of_turn>user\nhi<end_of_turn>\n   x")
+    spelled = [tokenizer.id_to_token(i) for i in ids]
+    assert spelled == ["<bos>", "<start_of_turn>", "user", "\n", "hi", "<end_of_turn>", "\n", "  ", "▁x"]
+    assert tokenizer.decode(ids) == "user\nhi\n   x"
+    assert tokenizer.eos_token_ids == (1, tokenizer.token_to_id("<end_of_turn>"))
+    assert tokenizer.encode("hi") == [2, tokenizer.token_to_id("hi")]
+
+
+def test_merges_over_lines(tmp_path: Path) -> None:
+    """The kind "gemma4": characters and written merges, ▁ for spaces, lines apart, BOS."""
+    tokens = ["<bos>", "<0x0D>", "<0xC3>", "<0xA9>", "a", "▁", "b", "▁b", "a▁b", "\n", "\n\n", "a\n"]
+    types = [3, 6, 6, 6, *[1] * 8]
+    merges = ["▁ b", "a ▁b", "\n \n", "a \n"]
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        "gemma4",
+        tokens,
+        token_type=types,
+        merges=merges,
+        bos_token_id=0,
+        add_space_prefix=False,
+    )
+    tokenizer = load_tokenizer(path)
+    spelled = [tokenizer.id_to_token(i) for i in tokenizer.encode("a b\n\na\né")]
+    assert spelled == ["<bos>", "a▁b", "\n\n", "a", "\n", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("a b\n\na\né")) == "a b\n\na\né"
+
+
+def test_kimis_words() -> None:
+    """Han is cut from letters of other scripts, by sets that are taken from each other."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cutter = pre_tokenizers.Split(Regex(find_pre_tokenizer("kimi-k2").patterns[0]), "isolated")
+
+    def cut(text: str) -> list[str]:
+        return [piece for piece, _ in cutter.pre_tokenize_str(text)]
+
+    assert cut("Hello世界abc DEF'll 12345") == ["Hello", "世界", "abc", " DEF'll", " ", "123", "45"]
+    assert cut("ひらがな漢字カナ") == ["ひらがな", "漢字", "カナ"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("jais-2", "a     b", ["a", "    ", " b"]),
+        ("tiny_aya", "1234567", ["1", "234", "567"]),
+        ("superbpe", "1234567", ["1", "234", "567"]),
+        ("minicpm5", "1234567", ["123", "456", "7"]),
+        ("ufakzeka", "Ali'ye", ["Ali", "'ye"]),
+        ("qwen2", "we'll", ["we", "'ll"]),
+        ("seed-coder", "a.\n", ["a", ".", "\n"]),
+        ("dbrx", "a.\n", ["a", ".\n"]),
+        ("bailingmoe", "a\n\nb", ["a", "\n\n", "b"]),
+        ("deepseek-llm", "Ab 12世", ["Ab", " ", "12", "世"]),
+        ("deepseek-coder", "Ab12", ["Ab", "1", "2"]),
+        ("laguna", "a b\n\n c", ["a", " b", "\n\n", " c"]),
+        ("youtu", "a世b12", ["a", "世", "b", "1", "2"]),
+    ],
+)
+def test_words_of_further_families(name: str, text: str, pieces: list[str]) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    steps = [pre_tokenizers.Split(Regex(p), "isolated") for p in find_pre_tokenizer(name).patterns]
+    assert [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(text)] == pieces
+
+
 def test_turn_ends_of_a_gguf(tmp_path: Path) -> None:
     tokens = ["a", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>"]
     path = write_gguf(

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -94,8 +95,8 @@ inline void put_element(char* p, int64_t i, int32_t dtype, float x) {
 
 // What a score, q . k with the scale of `work` in q, becomes in base 2: softcap * tanh(scale q . k / softcap)
 // (Gemma 2, arXiv 2408.00118). Without a softcap q's scale has done it all. Comes before any mask.
-inline void cap_scores(const Call& c, float* scores, int64_t n) {
-    const float cap = c.s.softcap * LOG2_E;
+inline void cap_scores(float* scores, int64_t n, float softcap) {
+    const float cap = softcap * LOG2_E;
     for (int64_t t = 0; t < n; t += W) store(scores + t, cap * tanh_of<vf, vi>(load(scores + t)));
 }
 
@@ -201,7 +202,7 @@ void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, cons
         }
         for (int m = 0; m < M; m++) {
             float* s = p + m * KEYS;
-            if constexpr (CAP) cap_scores(c, s, n);
+            if constexpr (CAP) cap_scores(s, n, c.s.softcap);
             const int64_t first = c.s.window ? std::max<int64_t>(0, pos[m] - c.s.window + 1 - t0) : 0;
             const int64_t last = std::min(n, pos[m] + 1 - t0);
             for (int64_t t = 0; t < std::min(first, n); t++) s[t] = -INFINITY;
@@ -281,23 +282,14 @@ inline void weigh4(const float* p, const float* const* v, int64_t n, int64_t dim
         for (int j = 0; j < N; j++) store(out + (d + i) * PANEL + j * W, acc[i][j]);
 }
 
-// cap_scores of N vectors of lanes, p held as [KEYS, PANEL].
-template <int N>
-__attribute__((noinline)) void cap_panel(float* p, int64_t n, float cap) {
-    for (int64_t t = 0; t < n; t++)
-        for (int j = 0; j < N; j++) {
-            float* at = p + t * PANEL + j * W;
-            store(at, cap * tanh_of<vf, vi>(load(at)));
-        }
-}
-
 // One tile of keys for N vectors of lanes. max, sum: [PANEL]; out: [dim, PANEL]; pos: of the lanes.
-template <int N>
+template <bool CAP, int N>
 void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, int64_t dim, const float* q, float* p,
                      bool masked, const int32_t* pos, int64_t t0, int64_t window, float softcap, float* max,
                      float* sum, float* out) {
     for (int64_t t = 0; t < n; t += 4) scores4<N>(k[t / 4], q, dim, p + t * PANEL);
-    if (softcap) cap_panel<N>(p, n, softcap * LOG2_E);
+    if constexpr (CAP)
+        for (int64_t t = 0; t < n; t++) cap_scores(p + t * PANEL, N * W, softcap);
     vf alpha[N];
     for (int j = 0; j < N; j++) {
         const vf before = load(max + j * W);
@@ -326,12 +318,12 @@ void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, in
     for (int64_t d = 0; d < dim; d += 4) weigh4<N>(p, v, n, dim, d, alpha, out);
 }
 
-template <int N, class... Args>
+template <bool CAP, int N, class... Args>
 inline void many_lanes_dispatch(int64_t vectors, const Args&... args) {
     if constexpr (N > 1) {
-        if (vectors < N) return many_lanes_dispatch<N - 1>(vectors, args...);
+        if (vectors < N) return many_lanes_dispatch<CAP, N - 1>(vectors, args...);
     }
-    many_lanes_tile<N>(args...);
+    many_lanes_tile<CAP, N>(args...);
 }
 
 // A tile is copied into a buffer as float32, once for all lanes. (For float32 too: scattered blocks
@@ -357,7 +349,7 @@ inline float* scratch(int64_t dim) {
     return (float*)((uintptr_t(memory.get()) + 63) / 64 * 64);
 }
 
-template <class C>
+template <class C, bool CAP>
 void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* out, float* rest, float* max, float* sum) {
     const int64_t dim = c.s.head_dim, panels = (lanes + PANEL - 1) / PANEL;
     float *p = rest, *buffer = rest + KEYS * PANEL;
@@ -373,7 +365,7 @@ void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* o
         const bool masked = t0 + n - 1 > it.pos0 || (c.s.window && t0 <= last - c.s.window);
         for (int64_t panel = 0; panel < panels; panel++) {
             const int64_t at = panel * PANEL, vectors = (std::min<int64_t>(PANEL, lanes - at) + W - 1) / W;
-            many_lanes_dispatch<NV>(vectors, f.k, f.v, n, dim, (const float*)q + at * dim, p, masked, pos + at, t0,
+            many_lanes_dispatch<CAP, NV>(vectors, f.k, f.v, n, dim, (const float*)q + at * dim, p, masked, pos + at, t0,
                                     c.s.window, c.s.softcap, max + at, sum + at, out + at * dim);
         }
     }
@@ -436,12 +428,17 @@ void work(const Call& c, const Item& it) {
     std::fill(max, max + padded, NOTHING);
     std::fill(sum, sum + padded, 0.0f);
 
-    if (few && c.s.softcap)
-        few_lanes<C, true>(c, it, lanes, q, Partial{max, sum, out});
-    else if (few)
-        few_lanes<C, false>(c, it, lanes, q, Partial{max, sum, out});
+    auto attend = [&](auto capped) {
+        constexpr bool CAP = decltype(capped)::value;
+        if (few)
+            few_lanes<C, CAP>(c, it, lanes, q, Partial{max, sum, out});
+        else
+            many_lanes<C, CAP>(c, it, lanes, q, out, rest, max, sum);
+    };
+    if (c.s.softcap)
+        attend(std::true_type{});
     else
-        many_lanes<C>(c, it, lanes, q, out, rest, max, sum);
+        attend(std::false_type{});
 
     const int64_t stride = few ? 1 : PANEL;
     if (it.pieces == 1) {

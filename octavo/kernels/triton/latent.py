@@ -98,18 +98,18 @@ def _chunk_of(context, splits, BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr):
 
 
 # Arguments that change from step to step must not select another compiled variant.
-@triton.jit(do_not_specialize=["first_request", "splits", "table_row"])
+@triton.jit(do_not_specialize=["first_request", "splits", "max_lanes", "table_row"])
 def _latent_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr,
-    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2,
+    q_row, q_head, out_row, cache_block, first_request, splits, max_lanes, table_row, scale_log2,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MAX_LANES: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of lanes, request - first_request, split).
 
-    Partial results: accumulators `[requests, MAX_LANES, splits, RANK]`, then maxima and then sums,
-    `[requests, MAX_LANES, splits]` each. A request that one split serves is written to `out` at once.
+    Partial results: accumulators `[requests, max_lanes, splits, RANK]`, then maxima and then sums,
+    `[requests, max_lanes, splits]` each. A request that one split serves is written to `out` at once.
     """
     slot = tl.program_id(1)
     request = first_request + slot
@@ -151,17 +151,17 @@ def _latent_decode_kernel(
         result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)
     else:
-        at = (slot * MAX_LANES + lane).to(tl.int64) * splits + split
-        total = tl.num_programs(1).to(tl.int64) * MAX_LANES * splits
+        at = (slot * max_lanes + lane).to(tl.int64) * splits + split
+        total = tl.num_programs(1).to(tl.int64) * max_lanes * splits
         tl.store(partial_ptr + at[:, None] * RANK + dims[None, :], acc, mask=mask)
         tl.store(partial_ptr + total * RANK + at, row_max, mask=live)
         tl.store(partial_ptr + total * (RANK + 1) + at, row_sum, mask=live)
 
 
-@triton.jit(do_not_specialize=["first_request", "splits"])
+@triton.jit(do_not_specialize=["first_request", "splits", "max_lanes"])
 def _latent_combine_kernel(
-    partial_ptr, out_ptr, query_start_ptr, seq_len_ptr, out_row, first_request, splits,
-    HEADS: tl.constexpr, RANK: tl.constexpr, MAX_LANES: tl.constexpr, MIN_CHUNK: tl.constexpr,
+    partial_ptr, out_ptr, query_start_ptr, seq_len_ptr, out_row, first_request, splits, max_lanes,
+    HEADS: tl.constexpr, RANK: tl.constexpr, MIN_CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Program (piece of the result, lane, request - first_request): adds up a lane's splits in order."""
@@ -176,8 +176,8 @@ def _latent_combine_kernel(
     used = tl.cdiv(context, _chunk_of(context, splits, BLOCK_N, MIN_CHUNK))
     if used == 1:
         return
-    base = (slot * MAX_LANES + lane).to(tl.int64) * splits
-    total = tl.num_programs(2).to(tl.int64) * MAX_LANES * splits
+    base = (slot * max_lanes + lane).to(tl.int64) * splits
+    total = tl.num_programs(2).to(tl.int64) * max_lanes * splits
     max_ptr = partial_ptr + total * RANK + base
     every = tl.arange(0, MAX_SPLITS)
     # The last splits of a request with several rows may see nothing for its first rows: maximum -inf,
@@ -394,9 +394,9 @@ def latent_decode(
         (ceil_div(lanes, shape.lanes), requests, splits),
         (q, cache, out, query_start, seq_lens, block_table, partials),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, splits, block_table.stride(0), scale * attention.LOG2E),
+        (first_request, splits, lanes, block_table.stride(0), scale * attention.LOG2E),
         (
-            heads, rank, rope, block_size, lanes, min_chunk, shape.lanes, shape.positions, block_r, block_p,
+            heads, rank, rope, block_size, min_chunk, shape.lanes, shape.positions, block_r, block_p,
             shape.stages, _precision(q.dtype),
         ),
         shape.warps,
@@ -407,9 +407,9 @@ def latent_decode(
             (ceil_div(rank, block_d), lanes, requests),
             (partials, out, query_start, seq_lens),
             (out.stride(0),),
-            (first_request, splits),
+            (first_request, splits, lanes),
             (
-                heads, rank, lanes, min_chunk, shape.positions, block_d,
+                heads, rank, min_chunk, shape.positions, block_d,
                 min(_COMBINE_SPLITS, power_of_2(splits)), attention.MAX_SPLITS,
             ),
             4,
