@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
-from octavo.models.gguf_families import FAMILIES
+from octavo.models.gguf_families import FAMILIES, GGUFFamily
 from octavo.models.gguf_file import GGUFFile, reads_metadata
 
 _SAMPLING = {
@@ -42,8 +42,7 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
     """
     arch = file.architecture
     family = FAMILIES.get(arch)
-    if family is None or file.get("{arch}.expert_count", 0):
-        shown = f"{arch} with experts" if family else arch
+    if family is None:
         raise ModelError(
             f"{file.path}: GGUF architecture {arch!r} is not supported: use a file of {', '.join(FAMILIES)}"
         )
@@ -75,12 +74,16 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         norm_offset=family.norm_offset,
-        windows=_windows(file, positions),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file),
         extra={k: v for k, v in file.metadata.items() if isinstance(v, (int, float, str))},
     )
-    return family.refine(config, file)
+    config = family.refine(config, file)
+    if file.get("{arch}.expert_count", 0) and config.moe is None:
+        raise ModelError(
+            f"{file.path}: GGUF architecture {arch!r} with experts is not supported: use a file without"
+        )
+    return config
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, float | int]:
@@ -117,9 +120,19 @@ def _dtype(file: GGUFFile) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _windows(file: GGUFFile, positions: int) -> tuple[int | None, ...]:
-    window = int(file.get("{arch}.attention.sliding_window", 0))
-    return (window,) * _number(file, "block_count") if 0 < window < positions else ()
+def _windows(file: GGUFFile, family: GGUFFamily) -> list[int | None]:
+    layers = _number(file, "block_count")
+    window = int(file.get("{arch}.attention.sliding_window", family.window))
+    if window <= 0:
+        return []
+    pattern = file.get("{arch}.attention.sliding_window_pattern", family.full_every)
+    if isinstance(pattern, np.ndarray):
+        if len(pattern) != layers:
+            raise ValueError(f"sliding_window_pattern has {len(pattern)} entries for {layers} layers")
+        slides = [bool(x) for x in pattern]
+    else:
+        slides = [pattern == 0 or layer % int(pattern) != 0 for layer in range(1, layers + 1)]
+    return [window if x else None for x in slides]
 
 
 def _rope(file: GGUFFile, dim: int, positions: int) -> RopeConfig:

@@ -26,8 +26,11 @@ _ROTARY = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\
 def hf_name(name: str, family: GGUFFamily) -> str | None:
     """The Hugging Face name of a GGUF tensor, or None if it has none in this family."""
     if match := _LAYER_NAME.fullmatch(name):
-        part = family.layer_name(match[2])
-        return f"model.layers.{match[1]}.{part}.{match[3]}" if part else None
+        layer, stem, expert, kind = match.groups()
+        if whole := family.names.get(f"{stem}.{kind}"):
+            return f"model.layers.{layer}.{whole}"
+        part = family.layer_name(stem if expert is None else f"{stem}.#")
+        return f"model.layers.{layer}.{part.replace('#', expert or '')}.{kind}" if part else None
     stem, _, kind = name.rpartition(".")
     return f"{TOP_NAMES[stem]}.{kind}" if stem in TOP_NAMES else None
 

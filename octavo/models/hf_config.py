@@ -68,7 +68,15 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: checkpoints quantized by {method!r} are not supported by this version: "
             "use the unquantized checkpoint or a GGUF file"
         )
+    ids = [raw.get("eos_token_id")]
+    if isinstance(raw.get("text_config"), dict):  # a multimodal checkpoint's part for text
+        raw = {**raw, **raw["text_config"]}
     raw = {**family.defaults, **raw}
+    if raw.get("use_bidirectional_attention"):
+        raise ModelError(
+            f"{where}: use_bidirectional_attention is set (an embedding model such as EmbeddingGemma), which "
+            "is not supported: use a checkpoint that generates text"
+        )
     heads = _size(raw, "num_attention_heads", where)
     hidden = _size(raw, "hidden_size", where)
     kv_heads = heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads", where)
@@ -103,7 +111,7 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
         qk_norm=family.qk_norm,
         norm_offset=family.norm_offset,
         bos_token_id=_first_id(raw.get("bos_token_id")),
-        eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        eos_token_ids=_ids(*ids, raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         extra=raw,
     )
     if config.context_length >= 1 << 31:
@@ -111,11 +119,7 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: max_position_embeddings={positions} and rope's factor make a context of "
             f"{config.context_length} tokens: fetch the file again"
         )
-    config = family.refine(config, raw)
-    windows = tuple(family.windows(raw))
-    if local_rope is None:  # else a window also says which positions its layer has
-        windows = tuple(w if w is not None and w < config.context_length else None for w in windows)
-    return replace(config, windows=windows if any(windows) else ())
+    return family.refine(config, raw).with_windows(family.windows(raw))
 
 
 def _size(raw: dict[str, Any], key: str, where: str) -> int:
@@ -168,6 +172,8 @@ def _rope(
     kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
     params.pop("type", None)
     kind = _ROPE_ALIASES.get(kind, kind)
+    if kind == "yarn" and "short_factor" in params:  # Phi-3 once called it so, too
+        kind = "longrope"
     if kind not in ROPE_KINDS:
         raise ModelError(f"{where}: rope type {kind!r} is not supported: use one of {', '.join(ROPE_KINDS)}")
     missing = [key for key in _ROPE_NEEDS.get(kind, ()) if key not in params]

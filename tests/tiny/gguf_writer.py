@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,39 @@ from tests.tiny.models import reference
 from tests.tiny.tokenizer import CHAT_TEMPLATE, tokenizer_json
 from tests.tiny.variants import BOS, EOS, SPECIAL_TOKENS
 
+ARCHITECTURES = {  # by Transformers' model_type
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+}
 
-def gguf_file(variant: str, path: Path, qtype: str = "F32", **metadata: Any) -> Path:
+
+def gguf_file(
+    variant: str,
+    path: Path,
+    qtype: str = "F32",
+    single_experts: bool = False,
+    whole_kv_b: bool = False,
+    **metadata: Any,
+) -> Path:
     """Write a variant as llama.cpp's converter would (q and k of Llama with permuted rows).
 
     Args:
         qtype: GGML's name of the matrices' encoding (what `gguf.quants.quantize` knows); vectors are F32.
+        single_experts: store each expert's matrices apart, as llama.cpp did in its first months of Mixtral.
+        whole_kv_b: store latent attention's kv_b in one, and no sizes of the cache, as until May 2025.
         metadata: further string, int or float keys, `.` written as `__`.
     """
     import gguf
 
     model = reference(variant)
     config = model.config
-    arch = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[config.model_type]
+    arch = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, arch)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
@@ -32,22 +53,37 @@ def gguf_file(variant: str, path: Path, qtype: str = "F32", **metadata: Any) -> 
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if arch == "deepseek2":
+        _add_latent(writer, config, whole_kv_b)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    experts = getattr(config, "num_local_experts", getattr(config, "n_routed_experts", None))
+    if experts is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if (size := getattr(config, "moe_intermediate_size", None)) is not None:
+            writer.add_expert_feed_forward_length(size)
     _add_rope(writer, config.rope_parameters, head_dim)
     _add_vocabulary(writer)
     for key, value in metadata.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(key.replace("__", "."), value)
+        add_value = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add_value(key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(
         next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), config.num_hidden_layers
     )
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
+
+    def add(name: str, data: np.ndarray) -> None:
+        kind = gguf.GGMLQuantizationType[qtype if data.ndim > 1 else "F32"]
+        encoded = gguf.quants.quantize(np.ascontiguousarray(data), kind)
+        writer.add_tensor(name, encoded, raw_dtype=kind)
+
+    for name, tensor in _tensors(model, whole_kv_b):
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         data = tensor.numpy()
@@ -56,14 +92,65 @@ def gguf_file(variant: str, path: Path, qtype: str = "F32", **metadata: Any) -> 
             n = heads[part]
             data = data.reshape(n, 2, data.shape[0] // n // 2, -1).swapaxes(1, 2).reshape(data.shape)
         stem, _, suffix = name.rpartition(".")
-        kind = gguf.GGMLQuantizationType[qtype if data.ndim > 1 else "F32"]
-        encoded = gguf.quants.quantize(np.ascontiguousarray(data), kind)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", encoded, raw_dtype=kind)
+        theirs = names.get_name(stem)
+        if data.ndim == 3 and single_experts:
+            for expert, matrix in enumerate(data):
+                add(f"{theirs.removesuffix('_exps')}.{expert}.{suffix}", matrix)
+        else:
+            add(f"{theirs}.{suffix}", data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _tensors(model: Any, whole_kv_b: bool) -> Iterator[tuple[str, Any]]:
+    """The model's tensors, its experts' matrices stacked one kind apart from the other."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), half
+        elif name.endswith("kv_b_proj.weight") and not whole_kv_b:
+            heads = tensor.unflatten(0, (model.config.num_attention_heads, -1))
+            sizes = [model.config.qk_nope_head_dim, model.config.v_head_dim]
+            keys, values = heads.split(sizes, dim=1)
+            yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), values
+        else:
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            yield name + (".weight" if name.endswith("experts.down_proj") else ""), tensor
+
+
+def _add_latent(writer: Any, config: Any, whole_kv_b: bool) -> None:
+    """DeepSeek's attention and routing; newer files give the cache's sizes, and the heads' beside them."""
+    import gguf
+
+    heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if whole_kv_b:
+        cached, kv_heads = heads, config.num_key_value_heads
+    else:
+        cached, kv_heads = (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank), 1
+        writer.add_key_length_mla(heads[0])
+        writer.add_value_length_mla(heads[1])
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(cached[0])
+    writer.add_value_length(cached[1])
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.n_group is not None:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if (mscale := config.rope_parameters.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
 
 
 def _add_rope(writer: Any, rope: dict[str, Any], dim: int) -> None:

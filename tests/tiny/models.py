@@ -17,6 +17,10 @@ from tests.tiny.variants import BASE, BOS, EOS, PROMPTS, VARIANTS
 NEW_TOKENS = 64
 MIN_DISTINCT = 20
 MIN_GAP = 1e-3
+# What Gemma's norms multiply by is 1 more than their weights. Its embedding is scaled up, and its
+# likeness to the tied head would repeat each token for ever: it is small here, the last norm large.
+_GEMMA_NORMS = {"post_attention_layernorm": 1.0, "post_feedforward_layernorm": 1.0, "norm": 5.0}
+_GEMMA_EMBEDDING = 0.04
 
 
 @functools.cache
@@ -38,19 +42,26 @@ def build(variant: str, seed: int | None = None, **changes: Any) -> Any:
     config_class = getattr(transformers, f"{prefix}Config")
     config = config_class(**{**BASE, **overrides, **changes})
     config.dtype = torch.float32
+    config._attn_implementation = "eager"  # the only one that caps scores
+    prefix = prefix.removesuffix("Text")
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    gemma = prefix.startswith("Gemma")
     generator = torch.Generator().manual_seed(own_seed if seed is None else seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:
-                weight.copy_(1.0 + 0.2 * noise)
+                mean = _GEMMA_NORMS.get(name.split(".")[-2], 0.0) if gemma else 1.0
+                weight.copy_(mean + 0.2 * noise)
             elif name.endswith(".bias"):
                 weight.copy_(0.3 * noise)
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                weight.copy_(0.3 * noise)
+                weight.copy_((_GEMMA_EMBEDDING if gemma else 0.3) * noise)
             else:
-                weight.copy_(noise * 1.2 / weight.shape[1] ** 0.5)
+                weight.copy_(noise * 1.2 / weight.shape[-1] ** 0.5)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.generation_config.bos_token_id = BOS
     model.generation_config.eos_token_id = EOS
     return model
