@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import activation, attention, linear, norm, rotary_kv, sampling
+from octavo.kernels.triton import activation, attention, latent, linear, norm, rotary_kv, sampling
 
 # Shared memory of a multiprocessor by compute capability: it decides between tiles.
 _SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
@@ -104,6 +104,31 @@ def _attention_case(
     return call
 
 
+def _latent_case(dtype: torch.dtype, heads: int, rank: int, rope: int, rows: int) -> Callable[[], None]:
+    """DeepSeek's latent attention: decode with and without splits for few rows, else prefill."""
+
+    def call() -> None:
+        requests = 32
+        q = torch.empty(requests * rows, heads, rank + rope, dtype=dtype)
+        cache = torch.empty(2, 1, 1, 16, rank + rope, dtype=dtype)
+        table = torch.zeros(requests, 64, dtype=torch.int32)
+        starts, lens = torch.zeros(requests + 1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+        out = torch.empty(len(q), heads, rank, dtype=dtype)
+        batch = (q, cache, out, starts, lens, table, 0, requests)
+        if rows <= 8:
+            for splits in (1, 4):
+                latent.latent_decode(*batch, rows, splits, torch.empty(1024), rank, 0.1)
+        else:
+            latent.latent_prefill(*batch, len(q), rank, 0.1)
+        slots = torch.zeros(len(q), dtype=torch.int64)
+        latent.rotate_and_write_latent(
+            q[..., rank:], q[..., rank:].clone(), torch.empty(len(q), rank + rope, dtype=dtype),
+            torch.empty(rank, dtype=dtype), 1e-6, torch.empty(64, rope), slots, cache, slots,
+        )  # fmt: skip
+
+    return call
+
+
 def cases() -> list[tuple[str, Callable[[], Any]]]:
     """Every kernel, in the shapes of the models that the project is measured with, and awkward ones."""
     found: list[tuple[str, Callable[[], Any]]] = []
@@ -142,6 +167,17 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
     ]:
         name = f"paged_{kind} {str(dtype)[6:]} {heads}/{kv_heads}x{dim} window {window} rows {rows} capped"
         found.append((name, _attention_case(kind, dtype, heads, kv_heads, dim, 16, window, rows, 50.0)))
+
+    for dtype, heads, rank, rope, rows in [
+        (bf16, 16, 512, 64, 1),
+        (bf16, 128, 512, 64, 1),
+        (bf16, 16, 512, 64, 64),
+        (bf16, 128, 512, 64, 64),
+        (f32, 16, 512, 64, 1),
+        (f32, 16, 512, 64, 64),
+    ]:
+        name = f"latent {str(dtype)[6:]} {heads}x{rank}+{rope} rows {rows}"
+        found.append((name, _latent_case(dtype, heads, rank, rope, rows)))
 
     x = torch.empty(4, 4096, dtype=bf16)
     weight = torch.empty(4096, dtype=bf16)

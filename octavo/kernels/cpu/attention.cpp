@@ -21,6 +21,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention.h"
 #include "common.h"
 
 #if defined(__AVX2__)
@@ -49,13 +50,6 @@ struct AttentionShape {
     int64_t heads, kv_heads, head_dim, block_size, window;  // window 0: none
     float scale, softcap;  // softcap 0: none
     int32_t dtype, cache_dtype;
-};
-
-// One step's batch, as ops.py fills it: see AttentionMetadata.
-struct AttentionBatch {
-    const int32_t *query_start, *seq_lens, *block_table;
-    int64_t table_stride, requests;
-    int64_t threads;
 };
 
 namespace {

@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention.h"
 #include "common.h"
 
 using namespace octavo;
@@ -39,13 +40,6 @@ struct LatentShape {
     int64_t heads, rank, rope, block_size;
     float scale;
     int32_t dtype, cache_dtype;
-};
-
-// One step's batch, as ops.py fills it: see AttentionMetadata.
-struct AttentionBatch {
-    const int32_t *query_start, *seq_lens, *block_table;
-    int64_t table_stride, requests;
-    int64_t threads;
 };
 
 namespace {

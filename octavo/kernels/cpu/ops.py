@@ -61,7 +61,7 @@ class AttentionShape(ctypes.Structure):
 
 
 class AttentionBatch(ctypes.Structure):
-    """One step's batch, `AttentionBatch` in attention.cpp; made by `attention_batch`."""
+    """One step's batch, `AttentionBatch` in attention.h; made by `attention_batch`."""
 
     _fields_ = [
         ("query_start", ctypes.c_void_p),
