@@ -441,7 +441,7 @@ def paged_decode(
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or decode_config(head_dim, q.dtype, _shared_memory(q.device))
+    cfg = config or decode_config(head_dim, q.dtype, shared_memory(q.device))
     constants = _decode_constants(
         heads, kv_heads, head_dim, block_size, q.dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, MIN_CHUNK,
