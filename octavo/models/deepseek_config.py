@@ -87,6 +87,8 @@ def _latent(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
 def _experts(config: ModelConfig, raw: dict[str, Any]) -> MoEConfig:
     """What both versions say alike; a version has experts in every `moe_layer_freq`-th layer."""
     first, every = int(raw["first_k_dense_replace"]), int(raw.get("moe_layer_freq") or 1)
+    if not 0 <= int(raw.get("num_nextn_predict_layers") or 0) <= config.num_layers:
+        raise ValueError(f"num_nextn_predict_layers={raw['num_nextn_predict_layers']}")
     experts = int(raw.get("n_routed_experts") or 0)
     size = int(raw["moe_intermediate_size"])
     sparse = [layer for layer in range(first, config.num_layers) if layer % every == 0]

@@ -249,6 +249,7 @@ RAW = {**BASE, "architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_g
         ({"n_group": 3}, "2 groups for each token, of 3 of 8 experts"),
         ({"qk_rope_head_dim": 7}, "rope turns 7 dimensions"),
         ({"kv_lora_rank": 0}, "kv_rank 0"),
+        ({"num_nextn_predict_layers": 1 << 40}, "num_nextn_predict_layers"),
         ({"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
         ({"architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True}, "norm_topk_prob=true"),
     ],
@@ -308,6 +309,18 @@ def test_engine_with_chunks_block_sizes_and_prefix_hits(chunk: int, block_size: 
         assert [o.outputs[0].token_ids for o in outputs] == want
         cached = [(len(p) - 1) // block_size * block_size for p in prompts]
         assert [o.num_cached_tokens for o in outputs] == cached
+
+
+def test_random_weights():
+    """As in `--load-format dummy`: what is stored by halves in some files is made once."""
+    tokens = []
+    for backend in ("torch", "cpu"):
+        with make("deepseek-v3", load_format="dummy", attention_backend=backend) as llm:
+            params = GREEDY.clone(max_tokens=4)
+            tokens.append(
+                [o.outputs[0].token_ids for o in llm.generate(tiny.PROMPTS, params, use_tqdm=False)]
+            )
+    assert tokens[0] == tokens[1]
 
 
 def test_engine_preempts():
