@@ -275,16 +275,12 @@ class Scheduler:
             )
             cached = prefix.num_blocks * self.kv.block_size
             count = min(known - cached, budget, most)
-            free = self.kv.num_free_after(prefix)
-            if self.kv.missing_at_most(prefix, known, count) + self._watermark > free:
-                if len(self._running) or admitted:
-                    break
-                # Alone, it may use the last block, and goes through windows in smaller steps.
-                lengths = [prefix.num_blocks] * len(self.kv.groups)
-                while count and sum(self.kv.missing(lengths, cached + count, known)) > free:
-                    count //= 2
-                if not count:
-                    break
+            spare = self._watermark if len(self._running) or admitted else 0
+            free = self.kv.num_free_after(prefix) - spare
+            while count and self.kv.missing_at_most(prefix, known, count) > free:
+                count //= 2  # windows need less room in smaller steps
+            if not count:
+                break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             self.kv.adopt(request.seq, prefix)

@@ -9,8 +9,8 @@ from octavo.errors import ModelError
 from octavo.kv.format import KVFormat, KVGroup
 
 # What a full-attention layer's block weighs beside a sliding layer's: it is kept for the whole context,
-# of which a window is a part.
-_FULL_WEIGHT = 4
+# which is about so many windows long where memory matters.
+_FULL_WEIGHT = 8
 
 
 def group_layers(layers: Sequence[tuple[int | None, KVFormat]]) -> list[KVGroup]:

@@ -78,10 +78,20 @@ class BlockPool:
         return sum(self._refs[block] == 0 for block in blocks)
 
     def register(self, group: int, key: bytes, block: int) -> bool:
-        """Make a held block findable. False if the key is already served by another block."""
+        """Make a held block findable. False if another block that is held already serves the key.
+
+        A block that serves it and is free hands the key over: it would be reused sooner.
+        """
         entry = (group, key)
-        if entry in self._by_key or self._keys[block] is not None:
+        if self._keys[block] is not None:
             return False
+        owner = self._by_key.get(entry)
+        if owner is not None:
+            if self._refs[owner]:
+                return False
+            self._unlink(owner)
+            self.forget(owner)
+            self._link(owner)
         self._by_key[entry] = block
         self._keys[block] = entry
         return True

@@ -98,6 +98,22 @@ def test_cached_blocks_are_reused_last_and_oldest_first():
     assert pool.find(0, b"a") == first[0]
 
 
+def test_a_key_moves_from_a_free_block_to_a_held_one():
+    pool = BlockPool(4)
+    old, new, other = pool.allocate(1), pool.allocate(1), pool.allocate(1)
+    assert pool.register(0, b"k", old[0])
+    assert not pool.register(0, b"k", new[0])  # somebody holds the first
+    assert pool.register(0, b"x", other[0])
+    pool.release(other)
+    pool.release(old)
+    assert pool.register(0, b"k", new[0])
+    assert pool.find(0, b"k") == new[0]
+    assert pool.num_cached() == 2
+    # What nobody can find any more is reused before what is cached.
+    assert set(pool.allocate(2)) == {old[0], 3}
+    pool.check([old, new, [3]])
+
+
 def test_groups_do_not_see_each_others_keys():
     pool = BlockPool(2)
     block = pool.allocate(1)[0]
