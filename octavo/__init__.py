@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError, RequestError
     from octavo.llm import LLM
-    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from octavo.pooling_params import PoolingParams
     from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 _HOME = {
     "AsyncLLM": "octavo.async_llm",
     "CompletionOutput": "octavo.outputs",
     "ConfigError": "octavo.errors",
+    "EmbeddingRequestOutput": "octavo.outputs",
     "EngineConfig": "octavo.config",
     "EngineDeadError": "octavo.errors",
     "LLM": "octavo.llm",
     "ModelError": "octavo.errors",
     "OctavoError": "octavo.errors",
+    "PoolingParams": "octavo.pooling_params",
     "RequestError": "octavo.errors",
     "RequestOutput": "octavo.outputs",
     "RequestOutputKind": "octavo.sampling_params",
@@ -38,10 +41,12 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDeadError",
     "ModelError",
     "OctavoError",
+    "PoolingParams",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",

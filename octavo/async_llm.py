@@ -8,20 +8,23 @@ import contextlib
 import functools
 import threading
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 from octavo.config import EngineConfig, make_config
 from octavo.engine.client import CoreClient, ProcessClient
+from octavo.engine.embedding_input import EmbeddingInput
+from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
 from octavo.models.config import ModelConfig
-from octavo.outputs import RequestOutput
+from octavo.outputs import EmbeddingRequestOutput, RequestOutput
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer
 
-_Item = RequestOutput | Exception
+_Item = RequestOutput | EmbeddingRequestOutput | Exception
 _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
 
 
@@ -43,7 +46,13 @@ class AsyncLLM:
         self.config = config
         self._loop = loop
         self._processor = InputProcessor(config)
-        self._outputs = OutputProcessor(self._processor.tokenizer)
+        self._embedding_input = EmbeddingInput(self._processor)
+        # Either takes in what the core tells; which one is known by what the model makes.
+        self._outputs: OutputProcessor | EmbeddingOutputs = (
+            OutputProcessor(self._processor.tokenizer)
+            if self._processor.pooling is None
+            else EmbeddingOutputs()
+        )
         self._lock = threading.Lock()  # guards _outputs, _queues and _stats
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
         self._stats = CoreStats()
@@ -168,7 +177,42 @@ class AsyncLLM:
                 if isinstance(item, Exception):
                     raise item
                 finished = item.finished
-                yield item
+                yield cast("RequestOutput", item)
+        finally:
+            self._end(prepared.request_id, items)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """Embed one text; see `LLM.embed`. Cancelling the call ends the request.
+
+        Raises:
+            RequestError: the model makes texts, the request is wrong, or its id is in use.
+            RequestFailedError: a step failed.
+            EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
+        prepare = functools.partial(
+            self._embedding_input.prepare,
+            prompt,
+            params,
+            request_id,
+            prompt_name=prompt_name,
+            priority=priority,
+        )
+        prepared = await self._loop.run_in_executor(self._pool, prepare)
+        items = self._start(prepared)
+        try:
+            item = await items.get()
+            if isinstance(item, Exception):
+                raise item
+            return cast("EmbeddingRequestOutput", item)
         finally:
             self._end(prepared.request_id, items)
 
@@ -203,14 +247,19 @@ class AsyncLLM:
         self._pool.shutdown(wait=False)
         self._dead = self._dead or EngineDeadError("the engine is shut down")
 
-    def _start(self, prepared: PreparedRequest) -> asyncio.Queue[_Item]:
+    @property
+    def makes_embeddings(self) -> bool:
+        """Whether the model makes embeddings, and no texts."""
+        return self._processor.pooling is not None
+
+    def _start(self, prepared: PreparedRequest | PreparedEmbedding) -> asyncio.Queue[_Item]:
         items: asyncio.Queue[_Item] = asyncio.Queue()
         with self._lock:
             if prepared.request_id in self._outputs:
                 raise RequestError(
                     f"request_id {prepared.request_id!r} is in use: choose another", "request_id"
                 )
-            self._outputs.add(prepared)
+            self._outputs.add(cast("Any", prepared))
             self._queues[prepared.request_id] = items
         try:
             self._client.send(AddRequests(prepared.choices))

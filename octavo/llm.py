@@ -10,13 +10,18 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from octavo.config import EngineConfig, make_config
 from octavo.engine.client import ThreadClient
+from octavo.engine.embedding_input import EmbeddingInput
+from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import EngineDeadError, RequestError, RequestFailedError
 from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
-from octavo.outputs import RequestOutput
+from octavo.outputs import EmbeddingRequestOutput, RequestOutput
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenization.chat_template import load_chat_template
 from octavo.tokenization.tokenizer import Tokenizer
@@ -61,7 +66,13 @@ class LLM:
         self._client = ThreadClient(self._processor.config, self._news.put, self._news.put)
         self._close = weakref.finalize(self, self._client.close)
         self._processor.facts = self._client.facts
-        self._outputs = OutputProcessor(self._processor.tokenizer)
+        self._embedding_input = EmbeddingInput(self._processor)
+        # Either takes in what the core tells; which one is known by what the model makes.
+        self._outputs: OutputProcessor | EmbeddingOutputs = (
+            OutputProcessor(self._processor.tokenizer)
+            if self._processor.pooling is None
+            else EmbeddingOutputs()
+        )
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
         self._names = iter(range(1 << 62))
         self._lock = threading.Lock()  # one call at a time
@@ -224,6 +235,55 @@ class LLM:
             results.append(ScoreOutput(sum(values), values, all(entry.rank == 1 for entry in entries), tail))
         return results
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed texts.
+
+        Args:
+            prompts: one text, one list of token ids, or a list of either (or of dictionaries with
+                `prompt` or `prompt_token_ids`).
+            truncate_prompt_tokens: tokens of a text's beginning that are read, -1 for as many as the
+                model takes; None refuses longer texts.
+            use_tqdm: show progress.
+            pooling_params: dimensions and normalization, one for all or one each.
+            prompt_name: which of the model's own prompts is put before each text ("query", …); None: its
+                default, if it has one.
+
+        Returns:
+            One result per text, in order; `outputs.embedding` is a list of float32 values.
+
+        Raises:
+            RequestError: the model makes texts, or a text or setting is wrong; nothing was started.
+            RequestFailedError: a step failed.
+            EngineDeadError: the engine has ended.
+        """
+        batch = _as_batch(prompts)
+        params = _pooling_params(len(batch), pooling_params)
+        if truncate_prompt_tokens is not None:
+            changed = {"truncate_prompt_tokens": truncate_prompt_tokens}
+            params = [PoolingParams(**{**msgspec.structs.asdict(p), **changed}) for p in params]
+        with self._turn():
+            prepared = [
+                self._embedding_input.prepare(prompt, p, str(next(self._names)), prompt_name=prompt_name)
+                for prompt, p in zip(batch, params, strict=True)
+            ]
+            results: dict[str, EmbeddingRequestOutput] = {}
+            with (
+                _progress(use_tqdm, len(batch)) as bar,
+                contextlib.closing(self._run(prepared)) as outputs,
+            ):
+                for output in outputs:
+                    results[output.request_id] = output
+                    bar.tick()
+        return [results[p.request_id] for p in prepared]
+
     # ---- the rest -------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
@@ -278,14 +338,14 @@ class LLM:
             finally:
                 self._holder = None
 
-    def _run(self, prepared: list[PreparedRequest]) -> Generator[RequestOutput, None, None]:
+    def _run(self, prepared: Sequence[PreparedRequest | PreparedEmbedding]) -> Generator[Any, None, None]:
         """Start requests and yield their outputs until all have finished; whatever is left is aborted."""
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
         failure: str | None = None
         try:
             for request in prepared:
-                self._outputs.add(request)
+                self._outputs.add(cast("Any", request))
             self._client.send(AddRequests([core for request in prepared for core in request.choices]))
             while len(self._outputs):
                 news = self._news.get()
@@ -341,6 +401,16 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
+def _pooling_params(count: int, given: PoolingParams | Sequence[PoolingParams] | None) -> list[PoolingParams]:
+    if given is None or isinstance(given, PoolingParams):
+        return [given or PoolingParams()] * count
+    if not isinstance(given, Sequence) or not all(isinstance(params, PoolingParams) for params in given):
+        raise RequestError("pooling_params is not valid: give PoolingParams, or a list of them")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} pooling_params for {count} texts: give one, or one each")
+    return list(given)
+
+
 class _Bar:
     """Progress over requests, with token rates; silent when not asked for."""
 
@@ -354,6 +424,11 @@ class _Bar:
             self._tokens += sum(len(choice.token_ids) for choice in output.outputs)
             elapsed = self._bar.format_dict["elapsed"] or 1e-9
             self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tokens/s", refresh=False)
+            self._bar.update()
+
+    def tick(self) -> None:
+        """A text has finished."""
+        if self._bar is not None:
             self._bar.update()
 
 

@@ -74,7 +74,8 @@ class CoreOutput(msgspec.Struct, omit_defaults=True):
 
     `finish_reason` is None while it runs, then one of stop, length, abort, error;
     `stop_reason` the stop token's id, if one ended it (the front end fills in stop strings).
-    `error` says what went wrong when the reason is error.
+    `error` says what went wrong when the reason is error. `pooled` is a text's vector, native float32,
+    where the engine makes embeddings.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class CoreOutput(msgspec.Struct, omit_defaults=True):
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    pooled: bytes | None = None
 
 
 class CoreStats(msgspec.Struct):
@@ -185,12 +187,14 @@ class StepResult:
         num_tokens: int32 `[n]`, how many leading entries of each row count (0: did not sample).
         logprobs: per request in plan order, one entry per token, or None.
         prompt_logprobs: per request in plan order, entries of the step's prompt rows, or None.
+        pooled: per request in plan order, its text's vector as native float32, or None.
     """
 
     tokens: np.ndarray
     num_tokens: np.ndarray
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
+    pooled: list[bytes | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,7 @@ class ModelFacts:
         overlap: whether steps run beside the host, so that scheduling ahead pays.
         max_num_batched_tokens: most rows of a step.
         summary: start-up figures for the log, by name.
+        pooling_type: LAST, MEAN or CLS of an engine that makes embeddings, else None.
     """
 
     max_model_len: int
@@ -216,6 +221,7 @@ class ModelFacts:
     overlap: bool
     max_num_batched_tokens: int
     summary: dict[str, str]
+    pooling_type: str | None = None
 
     @property
     def kv_capacity(self) -> int:

@@ -86,11 +86,11 @@ class ThreadClient(CoreClient):
 
     def _run(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         settle_waiting()
-        from octavo.engine.core import EngineCore  # loads the workers' libraries
+        from octavo.engine.cores import make_core  # loads the workers' libraries
         from octavo.engine.loop import run_core
 
         try:
-            core = EngineCore(config)
+            core = make_core(config)
         except BaseException as error:
             self._started.put(error)
             return

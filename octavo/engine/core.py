@@ -44,7 +44,8 @@ class EngineCore:
         self.executor = executor or UniprocExecutor(config)
         facts = self.facts
         hasher = None
-        if config.enable_prefix_caching:
+        # A mean or a first vector needs every row, and the cache holds none of them.
+        if config.enable_prefix_caching and facts.pooling_type in (None, "LAST"):
             hasher = BlockHasher(config.prefix_caching_hash_algo, facts.cache_root, config.block_size)
         logger.info("engine ready: %s", ", ".join(f"{name} {value}" for name, value in facts.summary.items()))
         self.kv = KVManager(facts.groups, facts.num_blocks, hasher)
@@ -52,7 +53,8 @@ class EngineCore:
             SchedulerLimits(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=facts.max_num_batched_tokens,
-                max_model_len=facts.max_model_len,
+                # An embedding's text may fill the context; its one token, which nobody sees, comes after.
+                max_model_len=facts.max_model_len + (facts.pooling_type is not None),
                 vocab_size=facts.vocab_size,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 use_priority=config.scheduling_policy == "priority",

@@ -46,3 +46,21 @@ class UniprocExecutor(Executor):
 
     def close(self) -> None:
         self._worker.close()
+
+
+class EncoderExecutor:
+    """One encoder on the caller's thread."""
+
+    def __init__(self, config: EngineConfig):
+        from octavo.worker.encoder_worker import EncoderWorker  # the workers' side is heavy to import
+
+        self._worker = EncoderWorker(config)
+        self.facts: ModelFacts = self._worker.facts
+
+    def encode(self, texts: list[list[int]]) -> list[bytes]:
+        """Each text's vector as native float32, computed as one batch."""
+        return [vector.tobytes() for vector in self._worker.encode(texts)]
+
+    def close(self) -> None:
+        """Free device and memory."""
+        self._worker.close()

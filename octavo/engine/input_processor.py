@@ -16,6 +16,7 @@ from octavo.errors import ModelError, RequestError
 from octavo.messages import CoreRequest, ModelFacts
 from octavo.models.loader import load_generation_config, load_model_config
 from octavo.models.locate import configured_model, configured_tokenizer
+from octavo.models.pooling_config import pooling_settings
 from octavo.sampling.noise import choice_seed
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -51,6 +52,7 @@ class InputProcessor:
         self.config = config = replace(config, revision=source.revision) if source.revision else config
         self.model_name = source.name
         self.model_config = load_model_config(source, config.model_impl)
+        self.pooling = pooling_settings(config, source, self.model_config)  # None: the model makes texts
         self.generation_defaults = (
             load_generation_config(source) if config.generation_config == "auto" else {}
         )
@@ -121,11 +123,16 @@ class InputProcessor:
         Raises:
             RequestError: whatever is wrong with it, in one line.
         """
+        if self.pooling is not None:
+            raise RequestError(
+                f"{self.model_name} is loaded for embeddings, not for texts: use embed (/v1/embeddings), or "
+                "name a model that makes texts"
+            )
         if lora_request is not None:
             raise RequestError("lora_request is not supported by this version: leave it out", "lora_request")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {type(params).__name__}: give SamplingParams")
-        text, ids, salt = self._read_prompt(prompt)
+        text, ids, salt = self.read_prompt(prompt)
         cache_salt = cache_salt if cache_salt is not None else salt
         check_salt(cache_salt)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 1 << 31:
@@ -133,7 +140,7 @@ class InputProcessor:
         if ids is None:
             assert text is not None
             ids = self.need_tokenizer("a prompt of text").encode(text)
-        self._check_ids(ids)
+        self.check_ids(ids)
         params.check_vocabulary(self.facts.vocab_size, self.config.max_logprobs)
         params = self._clamped(params, len(ids))
         bad_words = self._bad_words(params)
@@ -163,7 +170,7 @@ class InputProcessor:
         ]
         return PreparedRequest(request_id, text, ids, params, choices)
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
         """(text, ids, salt) of a prompt in any of its forms."""
         salt = None
         if isinstance(prompt, dict):
@@ -183,7 +190,8 @@ class InputProcessor:
             return prompt, None, None
         return None, _as_ids(prompt), None
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def check_ids(self, ids: list[int]) -> None:
+        """Raises: RequestError: no token, or one that the vocabulary lacks."""
         if not ids:
             raise RequestError("prompt is empty: give at least one token", "prompt")
         vocab = self.facts.vocab_size

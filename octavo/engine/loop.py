@@ -6,8 +6,8 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from octavo.engine.core import EngineCore
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -18,6 +18,9 @@ from octavo.messages import (
     Shutdown,
     ToCore,
 )
+
+if TYPE_CHECKING:
+    from octavo.engine.cores import Core
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class _RateLog:
         self._since = time.monotonic()
         self._before = CoreStats()
 
-    def tick(self, now: float, core: EngineCore) -> None:
+    def tick(self, now: float, core: Core) -> None:
         """Log if it is time."""
         seconds = now - self._since
         if not self._enabled or seconds < _LOG_INTERVAL:
@@ -54,7 +57,7 @@ class _RateLog:
         self._since, self._before = now, stats
 
 
-def run_core(core: EngineCore, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], None]) -> None:
+def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], None]) -> None:
     """Serve messages and step until told to shut down. Sleeps on the inbox while there is no work.
 
     Args:
@@ -92,7 +95,7 @@ def _receive(inbox: Inbox[ToCore], wait: bool) -> list[ToCore]:
         return messages
 
 
-def _handle(core: EngineCore, message: ToCore) -> list[CoreOutput]:
+def _handle(core: Core, message: ToCore) -> list[CoreOutput]:
     if isinstance(message, AddRequests):
         outputs = []
         for request in message.requests:

@@ -40,10 +40,10 @@ def main(fd: int) -> int:
     try:
         configure_logging()
         settle_waiting()
-        from octavo.engine.core import EngineCore
+        from octavo.engine.cores import make_core
         from octavo.engine.loop import run_core
 
-        core = EngineCore(EngineConfig(**msgspec.msgpack.decode(first)))
+        core = make_core(EngineConfig(**msgspec.msgpack.decode(first)))
     except Exception as error:
         logger.debug("start failed", exc_info=True)
         send(Fatal(type(error).__name__, str(error)))

@@ -31,6 +31,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    pooled: bytes | None = None  # the vector of a text to embed
     num_reported: int = 0  # output tokens that have left the core
 
     @property

@@ -385,6 +385,9 @@ class Scheduler:
                 entries = result.logprobs[row]
                 if entries is not None:
                     self._at(slot).logprobs.append(entries[column])
+        if result.pooled is not None:
+            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+                self._at(slot).pooled = result.pooled[row]
         first = known == self._prompt_len[slots]
         for slot in slots[first].tolist() if first.any() else ():
             self._at(slot).metrics.first_token_time = now
@@ -552,6 +555,7 @@ class Scheduler:
         tokens = request.token_ids[start:] if slot < 0 else self._tokens[slot, start : self._num_known[slot]]
         new = tokens.tolist()
         output = CoreOutput(request.core.request_id, new, num_cached_tokens=max(request.num_cached, 0))
+        output.pooled = request.pooled
         if request.core.params.logprobs is not None:
             output.logprobs, request.logprobs = request.logprobs, []
         if request.num_reported == 0:

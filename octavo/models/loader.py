@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_config import generation_config_from_gguf, model_config_from_gguf
 from octavo.models.gguf_file import GGUFFile
-from octavo.models.hf_config import generation_config_from_folder, model_config_from_folder
+from octavo.models.hf_config import (
+    generation_config_from_folder,
+    model_config_from_dict,
+    model_config_from_folder,
+)
 from octavo.models.json_file import read_json
 from octavo.models.locate import ModelSource
-from octavo.models.transformers_config import is_native, model_config_from_raw
+from octavo.models.transformers_config import is_native, model_config_from_raw, with_head
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +41,15 @@ def load_model_config(source: ModelSource, model_impl: str = "auto") -> ModelCon
                 f"{source.name}: model_impl='transformers' reads folders only, not GGUF files: leave it auto"
             )
         return model_config_from_gguf(GGUFFile(source.path))
-    if model_impl != "octavo":
-        path, generation = source.path / "config.json", source.path / "generation_config.json"
-        raw = read_json(path)
-        if not is_native(raw, model_impl):
-            given = read_json(generation) if generation.exists() else {}
-            return model_config_from_raw(raw, given, str(path))
-    return model_config_from_folder(source.path)
+    path, generation = source.path / "config.json", source.path / "generation_config.json"
+    raw = read_json(path)
+    causal = with_head(raw)
+    if causal is raw and is_native(raw, model_impl):
+        return model_config_from_folder(source.path)
+    given = read_json(generation) if generation.exists() else {}
+    if is_native(causal, model_impl):
+        return replace(model_config_from_dict(causal, given, str(path)), extra=raw)
+    return model_config_from_raw(raw, given, str(path))
 
 
 def load_generation_config(source: ModelSource) -> dict[str, float | int]:

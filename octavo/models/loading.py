@@ -11,6 +11,7 @@ from octavo.errors import ModelError
 from octavo.layers.backends import resolve_backend
 from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.models.config import ModelConfig
+from octavo.models.headless import remove_head
 from octavo.models.interface import CausalLM
 from octavo.models.mapped_file import touched_ahead
 from octavo.models.read_ahead import AsRead
@@ -33,6 +34,7 @@ def build_model(
     block_size: int = 16,
     kv_dtype: torch.dtype | None = None,
     quantization: str | None = None,
+    with_head: bool = True,
 ) -> CausalLM:
     """Make a model whose parameters are allocated once, on the device, and not yet filled.
 
@@ -45,6 +47,7 @@ def build_model(
         block_size: tokens per KV block.
         kv_dtype: of the KV cache; None takes `dtype`.
         quantization: None (other formats come later).
+        with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
 
     Raises:
         ModelError: an architecture, rope or activation that is not supported.
@@ -63,6 +66,8 @@ def build_model(
         experts_method=partial(experts_method, quantization),
     )
     model = model_class(config.architecture, config.implementation)(config)
+    if not with_head:
+        remove_head(model)
     with torch.no_grad():
         for name, layer in _layers(model):
             layer.create_weights(build, name)

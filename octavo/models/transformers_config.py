@@ -27,6 +27,17 @@ def is_native(raw: dict[str, Any], model_impl: str) -> bool:
     return any(name in FAMILIES for name in names) or bool(raw.get("quantization_config"))
 
 
+def with_head(raw: dict[str, Any]) -> dict[str, Any]:
+    """The raw config of a family's bare decoder (`Qwen3Model`) as that of the model with its head; any other
+    as it is."""
+    names = [str(name) for name in raw.get("architectures") or ()]
+    causal = [f"{name[: -len('Model')]}ForCausalLM" for name in names if name.endswith("Model")]
+    both_sides = raw.get("use_bidirectional_attention") or raw.get("is_causal") is False
+    if both_sides or not any(name in FAMILIES for name in causal):
+        return raw
+    return raw | {"architectures": causal}
+
+
 def import_transformers() -> Any:
     """The library.
 

@@ -12,6 +12,7 @@ from starlette.types import Scope
 
 from octavo.server.chat import chat_prompt, create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.embeddings import create_embeddings
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.metrics import CONTENT_TYPE
 from octavo.server.params import check_request_id
@@ -24,6 +25,8 @@ from octavo.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
     ModelCard,
     ModelList,
     PrefixCacheInfo,
@@ -87,6 +90,10 @@ async def _completion(service: Service, scope: Scope, body: CompletionRequest) -
 
 async def _chat(service: Service, scope: Scope, body: ChatRequest) -> AsgiResponse:
     return await create_chat_completion(service, body, header_request_id(scope))
+
+
+async def _embeddings(service: Service, scope: Scope, body: EmbeddingRequest) -> AsgiResponse:
+    return await create_embeddings(service, body, header_request_id(scope))
 
 
 async def _tokenize(service: Service, scope: Scope, body: TokenizeRequest) -> AsgiResponse:
@@ -176,6 +183,15 @@ OPERATIONS: tuple[Operation, ...] = (
         CompletionRequest,
         Completion,
         CompletionChunk,
+        generates=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        "Embed texts, with a model that makes embeddings.",
+        _embeddings,
+        EmbeddingRequest,
+        EmbeddingResponse,
         generates=True,
     ),
     Operation("GET", "/v1/models", "Names under which the model is served.", _models, response=ModelList),

@@ -71,6 +71,28 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    """A text, token ids, or a list of texts or of lists of token ids."""
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or the base64 of little-endian float32."""
+    dimensions: int | None = None
+    """Leading numbers to keep; the rest is left out before the embedding gets length 1."""
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Tokens of a text's beginning that are read; -1: as many as the model takes."""
+    prompt_name: str | None = None
+    """Which of the model's own prompts is put before each text."""
+    priority: int | None = None
+    """Lower runs first, under the priority policy."""
+    request_id: str | None = None
+    user: str | None = None
+    """Accepted for compatibility; without effect."""
+
+
 class ContentPart(Struct):
     """A piece of a message; this version takes text alone."""
 
@@ -300,6 +322,25 @@ class ChatChunk(Struct):
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class Embedding(Struct):
+    """One text's embedding."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingResponse(Struct, kw_only=True):
+    """Answer of POST /v1/embeddings."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
 
 
 class ModelCard(Struct):

@@ -12,7 +12,8 @@ from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.messages import CoreStats
 from octavo.models.config import ModelConfig
-from octavo.outputs import RequestOutput
+from octavo.outputs import EmbeddingRequestOutput, RequestOutput
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
@@ -54,6 +55,16 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    async def embed(
+        self,
+        prompt: Any,
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput: ...
 
     async def check_health(self) -> None: ...
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +27,13 @@ from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import configured_model
+from octavo.models.pooling_config import pooling_settings
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
+from octavo.worker.pooling_runner import LaunchedPooling, PoolingRunner
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Worker:
         threads = set_threads(config, self.device)
         source = configured_model(config)
         self.model_config = load_model_config(source, config.model_impl)
+        self.pooling = pooling_settings(config, source, self.model_config)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         wanted = self._wanted_length(self.model_config)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
@@ -63,6 +67,7 @@ class Worker:
             attention_backend=config.attention_backend,
             max_model_len=wanted,
             block_size=config.block_size,
+            with_head=self.pooling is None,
         )
         self._check_size(build)
         try:
@@ -113,7 +118,7 @@ class Worker:
             },
         )
 
-    def execute(self, plan: StepPlan) -> LaunchedStep:
+    def execute(self, plan: StepPlan) -> LaunchedStep | LaunchedPooling:
         """Launch a step.
 
         Raises:
@@ -141,7 +146,7 @@ class Worker:
         """The context to build the model for, before memory is known."""
         most, asked = model.context_length, self.config.max_model_len
         if asked is None or asked == "auto":
-            return most
+            return most if self.pooling is None else min(most, self.pooling.max_length or most)
         assert isinstance(asked, int)
         if asked > most:
             raise ConfigError(
@@ -188,19 +193,29 @@ class Worker:
             overlap=self.device.type == "cuda",
             max_num_batched_tokens=self.max_num_batched_tokens,
             summary={},
+            pooling_type=None if self.pooling is None else self.pooling.pooling_type,
         )
         self.runner = self._make_runner(blocks, length)
 
-    def _make_runner(self, blocks: int, length: int) -> ModelRunner:
-        return ModelRunner(
-            self.model,
-            self.groups,
-            allocate_caches(self.groups, blocks, self.device),
+    def _make_runner(self, blocks: int, length: int) -> ModelRunner | PoolingRunner:
+        caches = allocate_caches(self.groups, blocks, self.device)
+        sizes: dict[str, Any] = dict(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=length,
             max_rows=self.max_num_batched_tokens,
-            vocab_size=self.model_config.vocab_size,
             device=self.device,
+        )
+        if self.pooling is not None:
+            hidden, kind = self.model_config.hidden_size, self.pooling.pooling_type
+            return PoolingRunner(
+                self.model, self.groups, caches, **sizes, hidden_size=hidden, pooling_type=kind
+            )
+        return ModelRunner(
+            self.model,
+            self.groups,
+            caches,
+            **sizes,
+            vocab_size=self.model_config.vocab_size,
             use_graphs=self._uses_graphs(),
         )
 

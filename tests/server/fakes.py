@@ -12,7 +12,8 @@ from octavo.config import EngineConfig
 from octavo.engine.input_processor import check_salt
 from octavo.errors import EngineDeadError, RequestError
 from octavo.messages import CoreStats, RequestMetrics
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 VOCAB = 260
@@ -117,6 +118,23 @@ class FakeEngine:
         finally:
             self.live.discard(request_id)
             self.aborted += not finished
+
+    async def embed(
+        self,
+        prompt: Any,
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """The first numbers are the prompt's length and first token."""
+        await self.check_health()
+        ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
+        self._check(ids, request_id)
+        await asyncio.sleep(self.delay)
+        vector = [float(len(ids)), float(ids[0]), 0.25, -1.5][: params.dimensions if params else None]
+        return EmbeddingRequestOutput(request_id or "", None, ids, EmbeddingOutput(vector))
 
     def _check(self, prompt: list[int], request_id: str | None) -> None:
         if not prompt:

@@ -76,6 +76,8 @@ CALLS: list[tuple[str, str, Any]] = [
     ),
     ("POST", "/v1/completions", {"prompt": "a", "stream": True, "logprobs": 1, "echo": True} | EVERYTHING),
     ("POST", "/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
+    ("POST", "/v1/embeddings", {"input": ["a", "b"], "dimensions": 2}),
+    ("POST", "/v1/embeddings", {"input": [97, 98], "encoding_format": "base64"}),
     ("POST", "/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("POST", "/tokenize", {"messages": CHAT["messages"]}),
     ("POST", "/detokenize", {"tokens": [97]}),

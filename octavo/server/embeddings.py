@@ -1,0 +1,92 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from octavo.outputs import EmbeddingRequestOutput
+from octavo.pooling_params import PoolingParams
+from octavo.server.errors import bad_request
+from octavo.server.params import check_request_id, new_request_id
+from octavo.server.protocol import Embedding, EmbeddingRequest, EmbeddingResponse, PromptTokensDetails, Usage
+from octavo.server.service import Service
+from octavo.server.streaming import AsgiResponse
+
+
+async def create_embeddings(service: Service, body: EmbeddingRequest, request_id: str | None) -> AsgiResponse:
+    """Answer a request for embeddings.
+
+    Raises:
+        ApiError, RequestError: the request cannot be served.
+    """
+    model = service.check_model(body.model)
+    if body.request_id is not None:
+        check_request_id(body.request_id, "request_id")
+    params = PoolingParams(
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+    name = f"embd-{body.request_id or request_id or new_request_id()}"
+    outputs = await _all(
+        [
+            service.engine.embed(
+                prompt, params, f"{name}-{i}", prompt_name=body.prompt_name, priority=body.priority or 0
+            )
+            for i, prompt in enumerate(_prompts(service, body))
+        ]
+    )
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    answer = EmbeddingResponse(
+        id=name,
+        created=int(time.time()),
+        model=model,
+        data=[_item(i, output, body.encoding_format) for i, output in enumerate(outputs)],
+        usage=Usage(tokens, 0, tokens, PromptTokensDetails(cached)),
+    )
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _prompts(service: Service, body: EmbeddingRequest) -> list[str | list[int]]:
+    """The texts of a request, each as text or token ids."""
+    given = body.input
+    items: list[Any] = [given] if isinstance(given, str) else list(given)
+    if items and all(isinstance(item, int) for item in items):
+        items = [items]
+    if not items:
+        raise bad_request("input is empty: give a text, token ids, or a list of them", "input")
+    most = service.config.max_prompts_per_request
+    if len(items) > most:
+        raise bad_request(
+            f"input holds {len(items)} texts: at most {most} are allowed in one request", "input"
+        )
+    if any(isinstance(item, int) for item in items):
+        raise bad_request("input mixes token ids and texts: give one kind", "input")
+    return items
+
+
+async def _all(calls: list[Coroutine[Any, Any, EmbeddingRequestOutput]]) -> list[EmbeddingRequestOutput]:
+    """All results in order; the first error, or the client's leaving, ends the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _item(index: int, output: EmbeddingRequestOutput, encoding: str | None) -> Embedding:
+    values = output.outputs.embedding
+    if encoding == "base64":  # little-endian float32, as OpenAI's clients read it
+        return Embedding(index, base64.b64encode(np.asarray(values, "<f4").tobytes()).decode("ascii"))
+    return Embedding(index, values)
