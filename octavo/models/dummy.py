@@ -2,8 +2,8 @@
 
 Element i of a tensor is a function of (seed, the tensor's name, i): a 32-bit integer mixed by two
 rounds of multiplication and shifts ("lowbias32", C. Wellons, https://nullprogram.com/blog/2018/07/31/),
-taken as a uniform number of the standard deviation that Transformers initializes with. Norms are 1,
-biases 0.
+taken as a uniform number of the standard deviation that Transformers initializes with. Norms
+multiply by 1, biases are 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def dummy_weights(
             if name.endswith(".bias"):
                 return torch.zeros(shape, dtype=dtype, device=device)
             if len(shape) == 1:
-                return torch.ones(shape, dtype=dtype, device=device)
+                return torch.full(shape, 1.0 - config.norm_offset, dtype=dtype, device=device)
             return random_weight(name, shape, std, dtype, device, seed)
 
         return Job(name, math.prod(shape), make)

@@ -69,7 +69,7 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         dtype=_dtype(file),
         hidden_act=family.hidden_act,
         tie_word_embeddings=_tied(file),
-        attention_bias="blk.0.attn_q.bias" in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         attention_out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
@@ -83,7 +83,7 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ModelError(
             f"{file.path}: GGUF architecture {arch!r} with experts is not supported: use a file without"
         )
-    return config
+    return config.with_windows(_windows(file, family))
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, float | int]:

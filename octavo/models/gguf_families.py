@@ -110,7 +110,7 @@ def _gemma2(config: ModelConfig, file: GGUFFile) -> ModelConfig:
 
 
 def _gemma3(config: ModelConfig, file: GGUFFile) -> ModelConfig:
-    local = RopeConfig(float(file.get("{arch}.rope.freq_base_swa", 10000.0)), config.rope.dim)
+    local = RopeConfig(_positive(file, "rope.freq_base_swa", 10000.0), config.rope.dim)
     config = replace(
         _gemma(config, file, wide=62),
         local_rope=None if local == config.rope else local,

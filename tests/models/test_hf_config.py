@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from octavo.errors import ModelError
+from octavo.models.config import RopeConfig
 from octavo.models.hf_config import (
     generation_config_from_folder,
     model_config_from_dict,
     model_config_from_folder,
 )
 from octavo.models.loading import targets_of
-from octavo.models.targets import canonical
+from octavo.models.targets import missing
 from tests import tiny
 
 LLAMA: dict[str, Any] = {
@@ -40,20 +43,105 @@ def test_reads_what_transformers_writes(variant: str) -> None:
     model = tiny.reference(variant)
     theirs = model.config
     assert config.num_layers == theirs.num_hidden_layers
-    assert (config.num_heads, config.num_kv_heads) == (4, 2)
-    assert config.head_dim == model.model.layers[0].self_attn.head_dim
+    assert (config.num_heads, config.num_kv_heads) == (4, theirs.num_key_value_heads)
+    if config.latent is None:
+        assert config.head_dim == model.model.layers[0].self_attn.head_dim
     assert config.dtype == "float32"
     assert (config.bos_token_id, config.eos_token_ids) == (tiny.BOS, (tiny.EOS,))
-    assert config.rope.kind == theirs.rope_parameters["rope_type"]
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters
+    if "full_attention" in ropes:
+        assert config.local_rope.kind == "default"
+        assert config.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
+        ropes = ropes["full_attention"]
+    assert config.rope.kind == ropes["rope_type"]
+    assert config.rope.theta == ropes["rope_theta"]
     for key, value in config.rope.params.items():
-        if key in theirs.rope_parameters:
-            assert value == theirs.rope_parameters[key]
+        if key in ropes:
+            assert value == ropes[key]
     state = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
-    assert canonical(targets_of(config)) == state
-    assert config.qk_norm == variant.startswith("qwen3")
+    targets = targets_of(config)
+    assert not missing(state, targets)
+    assert {n: targets[n].shape for n in state} == state
+    assert config.qk_norm == ("model.layers.0.self_attn.q_norm.weight" in state)
+
+
+# Architectures whose config class fills in what config.json leaves out, with sizes that it may not.
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+}  # fmt: skip
+CLASSES = {
+    "LlamaForCausalLM": transformers.LlamaConfig,
+    "MistralForCausalLM": transformers.MistralConfig,
+    "Qwen2ForCausalLM": transformers.Qwen2Config,
+    "Qwen3ForCausalLM": transformers.Qwen3Config,
+    "Phi3ForCausalLM": transformers.Phi3Config,
+    "Gemma2ForCausalLM": transformers.Gemma2Config,
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "GraniteForCausalLM": transformers.GraniteConfig,
+    "Olmo2ForCausalLM": transformers.Olmo2Config,
+    "Olmo3ForCausalLM": transformers.Olmo3Config,
+}
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+@pytest.mark.parametrize("sizes", [SIZES, {}], ids=["sizes", "nothing"])
+def test_absent_keys_are_filled_in_as_transformers_does(architecture: str, sizes: dict[str, Any]) -> None:
+    if not sizes and architecture != "Gemma3ForCausalLM":
+        with pytest.raises(ModelError, match="num_attention_heads=None"):
+            model_config_from_dict({"architectures": [architecture]})
+        return
+    ours = model_config_from_dict({"architectures": [architecture], **sizes})
+    filled = CLASSES[architecture](**sizes).to_dict()
+    theirs = model_config_from_dict({**filled, "architectures": [architecture]})
+    same = {"extra": {}, "bos_token_id": None, "eos_token_ids": ()}
+    assert replace(ours, **same) == replace(theirs, **same)
+
+
+def test_gemma3_fields_old_and_new_mean_the_same() -> None:
+    base = {**SIZES, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 16}
+    old = model_config_from_dict(
+        {
+            **base,
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 5e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 3,
+        }
+    )
+    new = model_config_from_dict(
+        {
+            **base,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        }
+    )
+    assert replace(old, extra={}) == replace(new, extra={})
+    assert old.windows == (16, 16, None) * 2
+    assert (old.rope.theta, old.rope.params, old.local_rope) == (2e6, {"factor": 8.0}, RopeConfig(5e3, 256))
+    assert old.context_length == 131072  # the file states the scaled length
+
+
+def test_a_window_stays_where_it_has_its_own_positions() -> None:
+    base = {**SIZES, "sliding_window": 4096, "max_position_embeddings": 128}
+    gemma2 = model_config_from_dict({**base, "architectures": ["Gemma2ForCausalLM"]})
+    gemma3 = model_config_from_dict({**base, "architectures": ["Gemma3ForCausalLM"]})
+    assert gemma2.windows == ()
+    assert gemma3.windows == (4096,) * 5 + (None,)
+
+
+def test_the_text_part_of_a_multimodal_config() -> None:
+    text = {"hidden_size": 64, "num_hidden_layers": 6, "model_type": "gemma3_text", "sliding_window": 32}
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "vision_config": {}}
+    config = model_config_from_dict({**raw, "text_config": text, "torch_dtype": "bfloat16"})
+    assert (config.hidden_size, config.num_heads, config.head_dim, config.dtype) == (64, 8, 256, "bfloat16")
+    assert config.eos_token_ids == (1, 106)
+    assert config.windows == (32,) * 5 + (None,)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +293,7 @@ def test_biases_by_family() -> None:
         ({"rope_scaling": {"type": "spiral", "factor": 2}}, ["'spiral'", "longrope"]),
         ({"rope_scaling": {"type": "llama3", "factor": 2}}, ["low_freq_factor"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["per layer type"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "EmbeddingGemma"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "GGUF"]),
         ({"hidden_size": "64"}, ["hidden_size='64'"]),
         ({"vocab_size": None}, ["vocab_size"]),
@@ -253,9 +342,17 @@ WRONG: list[Any] = [-1, 1.5, float("nan"), 1 << 40, 10**30, "x", [], [[]], {"a":
         *("architectures", "hidden_size", "head_dim", "num_attention_heads", "max_position_embeddings"),
         *("rms_norm_eps", "rope_parameters", "rope_theta", "partial_rotary_factor", "hidden_act", "dtype"),
         *("quantization_config", "sliding_window", "layer_types", "eos_token_id", "tie_word_embeddings"),
+        *("text_config", "query_pre_attn_scalar", "final_logit_softcapping", "sliding_window_pattern"),
+        *("rope_local_base_freq", "residual_multiplier", "logits_scaling", "hidden_activation"),
     ],
 )
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
+        *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "Olmo3ForCausalLM"),
+    ],
+)
 def test_values_of_the_wrong_kind_are_the_files_fault(key: str, family: str) -> None:
     for value in WRONG:
         raw = {**LLAMA, "architectures": [family], "use_sliding_window": True, key: value}

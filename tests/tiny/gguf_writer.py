@@ -20,6 +20,12 @@ ARCHITECTURES = {  # by Transformers' model_type
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
@@ -57,18 +63,25 @@ def gguf_file(
         _add_latent(writer, config, whole_kv_b)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        if arch not in ("phi3", "granite"):
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if arch != "gemma2":
+        writer.add_rope_dimension_count(dim)
+        writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_scales(writer, config, arch)
+    _add_windows(writer, config, arch)
     experts = getattr(config, "num_local_experts", getattr(config, "n_routed_experts", None))
     if experts is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         if (size := getattr(config, "moe_intermediate_size", None)) is not None:
             writer.add_expert_feed_forward_length(size)
-    _add_rope(writer, config.rope_parameters, head_dim)
+    _add_rope(writer, rope, dim)
     _add_vocabulary(writer)
     for key, value in metadata.items():
         add_value = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
@@ -88,7 +101,9 @@ def gguf_file(
             continue
         data = tensor.numpy()
         part = name.split(".")[-2]
-        if arch == "llama" and part in heads:
+        if "gemma" in arch and name.endswith("norm.weight"):
+            data = data + 1
+        if arch in ("llama", "granite") and part in heads:
             n = heads[part]
             data = data.reshape(n, 2, data.shape[0] // n // 2, -1).swapaxes(1, 2).reshape(data.shape)
         stem, _, suffix = name.rpartition(".")
@@ -120,6 +135,33 @@ def _tensors(model: Any, whole_kv_b: bool) -> Iterator[tuple[str, Any]]:
         else:
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
             yield name + (".weight" if name.endswith("experts.down_proj") else ""), tensor
+
+
+def _add_scales(writer: Any, config: Any, arch: str) -> None:
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if arch in ("gemma2", "gemma3") and config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_windows(writer: Any, config: Any, arch: str) -> None:
+    """Which layers slide is said for OLMo 3 alone; for Gemma 3 where it is not every sixth that sees all."""
+    window = getattr(config, "sliding_window", None)
+    if arch == "phi3":
+        writer.add_sliding_window(window or 0)
+    if arch in ("gemma2", "gemma3", "olmo2") and window:
+        writer.add_sliding_window(window)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if arch == "gemma3":
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        if (full := config.layer_types.index("full_attention") + 1) != 6:
+            writer.add_sliding_window_pattern(full)
 
 
 def _add_latent(writer: Any, config: Any, whole_kv_b: bool) -> None:
@@ -162,6 +204,15 @@ def _add_rope(writer: Any, rope: dict[str, Any], dim: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    if kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        original, factor = rope["original_max_position_embeddings"], rope["factor"]
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(factor) / np.log(original))))
+        for which in ("long", "short"):
+            factors = np.array(rope[f"{which}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{which}.weight", factors)
     if kind == "llama3":
         # As llama.cpp's converter: the divisor of every frequency.
         wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)

@@ -126,7 +126,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
             "attn_logit_softcapping": 3.0,
             "final_logit_softcapping": 6.0,
         },
-        0,
+        7,
     ),
     "gemma3": (
         "Gemma3Text",

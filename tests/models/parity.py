@@ -1,0 +1,47 @@
+"""A model file's logits through Octavo's loaders and layers against Transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from octavo.models.interface import CausalLM
+from octavo.models.loader import iterate_weights, load_model_config
+from octavo.models.loading import build_model, load_targets, load_weights
+from octavo.models.locate import find_model
+from tests import tiny
+from tests.models.paged import PagedRun
+
+TOLERANCE = 1e-4
+
+
+def read(path: Path, load_format: str = "auto", backend: str = "torch", block_size: int = 8) -> CausalLM:
+    """The float32 model of a folder or GGUF file; a parameter that nothing fills is NaN."""
+    source = find_model(str(path))
+    config = load_model_config(source)
+    model = build_model(
+        config,
+        dtype=torch.float32,
+        device="cpu",
+        attention_backend=backend,
+        max_model_len=tiny.CONTEXT,
+        block_size=block_size,
+    )
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    targets = load_targets(model)
+    load_weights(
+        model, iterate_weights(source, config, targets, load_format, torch.float32, "cpu", progress=False)
+    )
+    return model
+
+
+def check(model: CausalLM, variant: str, chunk: int = 1000, prompts: list[list[int]] | None = None) -> None:
+    """Hold the logits at every position of the prompts, computed together in chunks, to Transformers'."""
+    prompts = tiny.PROMPTS if prompts is None else prompts
+    run = PagedRun(model, len(prompts), max(map(len, prompts)), seed=chunk)
+    for got, prompt in zip(run.prompts(prompts, chunk), prompts, strict=True):
+        want = tiny.logits(variant, prompt)
+        assert (got - want).abs().max() < TOLERANCE
+        assert want.std() > 1  # else closeness would mean little
