@@ -64,26 +64,26 @@ def test_sizes_are_few_and_end_at_the_most_requests():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_padded_steps_change_nothing(replayed, overlap, backend):
+@pytest.mark.parametrize("variant, backend", [("qwen3", "torch"), ("qwen3", "cpu"), ("qwen2-window", "cpu")])
+def test_padded_steps_change_nothing(replayed, overlap, variant, backend):
     settings = dict(
         dtype="float32", device="cpu", num_threads=1, max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
         check_invariants=True, max_num_seqs=16, kv_cache_memory_bytes=8 << 20, attention_backend=backend,
     )  # fmt: skip
     with LLM(
-        str(tiny.checkpoint("qwen3")), async_scheduling=overlap, max_num_batched_tokens=64, **settings
+        str(tiny.checkpoint(variant)), async_scheduling=overlap, max_num_batched_tokens=64, **settings
     ) as llm:
         for _ in range(2):
             outputs = llm.generate(tiny.PROMPTS, GREEDY, use_tqdm=False)
-            assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy("qwen3", i) for i in range(3)]
+            assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy(variant, i) for i in range(3)]
         # Some end early, so that batches shrink and slots change hands while others go on.
         params = [GREEDY.clone(max_tokens=5 + 7 * i) for i in range(9)]
         outputs = llm.generate([tiny.PROMPTS[i % 3] for i in range(9)], params, use_tqdm=False)
         for i, output in enumerate(outputs):
-            assert output.outputs[0].token_ids == tiny.greedy("qwen3", i % 3)[: 5 + 7 * i]
+            assert output.outputs[0].token_ids == tiny.greedy(variant, i % 3)[: 5 + 7 * i]
         scored = llm.generate([tiny.PROMPTS[0]], GREEDY.clone(prompt_logprobs=1, logprobs=1), use_tqdm=False)[
             0
         ]
-        assert scored.outputs[0].token_ids == tiny.greedy("qwen3", 0)
+        assert scored.outputs[0].token_ids == tiny.greedy(variant, 0)
     assert set(replayed) == {1, 2, 4, 8, 16}
     assert len(replayed) == 5  # each recorded once, then replayed
