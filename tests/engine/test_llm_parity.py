@@ -56,6 +56,27 @@ def test_chunks_blocks_and_overlap_change_nothing(chunk, block_size, overlap):
         assert [o.num_cached_tokens for o in outputs] == cached
 
 
+@pytest.mark.parametrize("variant", ["gemma3", "phi3-longrope"])
+@pytest.mark.parametrize(
+    ("chunk", "block_size", "overlap"), [(1, 8, True), (7, 16, False), (64, 32, True), (4096, 8, False)]
+)
+def test_windows_and_scaled_positions_under_chunks(variant, chunk, block_size, overlap):
+    with make(variant, max_num_batched_tokens=chunk, block_size=block_size, async_scheduling=overlap) as llm:
+        assert generate(llm) == expected(variant)
+        before = llm.stats().prefix_cache_hits
+        assert generate(llm) == expected(variant)  # with the prompts' blocks in the cache
+        assert llm.stats().prefix_cache_hits > before
+
+
+@pytest.mark.parametrize(("variant", "memory"), [("gemma3", 480 << 10), ("phi3-longrope", 150 << 10)])
+def test_preemption_of_windows_and_scaled_positions(variant, memory):
+    with make(variant, kv_cache_memory_bytes=memory, block_size=8) as llm:
+        prompts = [tiny.PROMPTS[2], tiny.PROMPTS[1], tiny.PROMPTS[0]]
+        assert generate(llm, prompts) == expected(variant)[::-1]
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().kv_blocks_used == 0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preemption_changes_nothing(overlap):
     # 3 requests of up to 164 tokens in room for 200.
@@ -74,8 +95,9 @@ def test_attention_backends_agree(backend):
         assert generate(llm) == expected("mistral")
 
 
-def test_gguf_file_equals_its_folder(tmp_path):
-    file = tiny.gguf_file("llama", tmp_path / "tiny.gguf")
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+def test_gguf_file_equals_its_folder(variant, tmp_path):
+    file = tiny.gguf_file(variant, tmp_path / "tiny.gguf")
     with LLM(
         str(file),
         dtype="float32",
@@ -84,7 +106,7 @@ def test_gguf_file_equals_its_folder(tmp_path):
         kv_cache_memory_bytes=8 << 20,
         max_model_len=tiny.CONTEXT,
     ) as llm:
-        assert generate(llm) == expected("llama")
+        assert generate(llm) == expected(variant)
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch():
