@@ -68,7 +68,7 @@ def test_windows_and_scaled_positions_under_chunks(variant, chunk, block_size, o
         assert llm.stats().prefix_cache_hits > before
 
 
-@pytest.mark.parametrize(("variant", "memory"), [("gemma3", 480 << 10), ("phi3-longrope", 150 << 10)])
+@pytest.mark.parametrize(("variant", "memory"), [("gemma3", 240 << 10), ("phi3-longrope", 150 << 10)])
 def test_preemption_of_windows_and_scaled_positions(variant, memory):
     with make(variant, kv_cache_memory_bytes=memory, block_size=8) as llm:
         prompts = [tiny.PROMPTS[2], tiny.PROMPTS[1], tiny.PROMPTS[0]]
