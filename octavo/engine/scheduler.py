@@ -254,10 +254,8 @@ class Scheduler:
             new = self.kv.grow(seq, end)
             assert new is not None
         for changes, table, blocks in zip(updates, seq.tables, new, strict=True):
-            column = len(table) - len(blocks)
-            for block in blocks:
-                changes.append((slot, column, block))
-                column += 1
+            first = len(table) - len(blocks)
+            changes += [(slot, first + j, block) for j, block in enumerate(blocks)]
         self._capacity[slot] = self.kv.capacity(seq)
         return end
 

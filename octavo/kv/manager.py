@@ -173,9 +173,11 @@ class KVManager:
     def missing(self, lengths: Iterable[int], num_tokens: int, num_known: int = 0) -> list[int]:
         """Blocks per group that tables of the given lengths lack; other arguments as `grow`."""
         in_window = -(-num_tokens // self.block_size)
-        in_full = max(in_window, -(-num_known // self.block_size)) if num_known else in_window
+        if num_known <= num_tokens:  # the common case, made short
+            return [in_window - length if in_window > length else 0 for length in lengths]
+        in_full = -(-num_known // self.block_size)
         ends = [in_full if keeps_all else in_window for keeps_all in self._keeps_all]
-        return [end - length if end > length else 0 for end, length in zip(ends, lengths, strict=True)]
+        return [max(0, end - length) for end, length in zip(ends, lengths, strict=True)]
 
     def missing_at_most(self, prefix: Prefix, num_known: int, rows: int) -> int:
         """Most blocks beside `prefix` that a request will hold until its known tokens are computed.
