@@ -128,13 +128,14 @@ def _siblings(part: GGUFPart, count: int) -> list[Path]:
             f"{part.path}: is part {_split(part, 'no', 0) + 1} of {count} of a model, which its name doesn't "
             f"say: name the parts …-00001-of-{count:05d}.gguf and so on"
         )
-    paths = [part.path.with_name(shard_name(part.path.name, no)) for no in range(1, count + 1)]
-    missing = [p for p in paths if not p.is_file()]
-    if missing:
-        raise ModelError(
-            f"{missing[0]}: missing (of the model's {count} parts {len(missing)} are): fetch them into one "
-            "folder"
-        )
+    paths = []
+    for no in range(1, count + 1):
+        path = part.path.with_name(shard_name(part.path.name, no))
+        if not path.is_file():
+            raise ModelError(
+                f"{path}: missing, one of {count} parts of the model: fetch them all into one folder"
+            )
+        paths.append(path)
     return paths
 
 

@@ -17,6 +17,7 @@ from octavo.models.hf_config import (
 )
 from octavo.models.json_file import read_json
 from octavo.models.locate import ModelSource
+from octavo.models.plausible import check_layers
 from octavo.models.transformers_config import is_native, model_config_from_raw, with_head
 
 if TYPE_CHECKING:
@@ -40,9 +41,12 @@ def load_model_config(source: ModelSource, model_impl: str = "auto") -> ModelCon
             raise ModelError(
                 f"{source.name}: model_impl='transformers' reads folders only, not GGUF files: leave it auto"
             )
-        return model_config_from_gguf(GGUFFile(source.path))
+        file = GGUFFile(source.path)
+        check_layers(file.metadata, str(file.path))
+        return model_config_from_gguf(file)
     path, generation = source.path / "config.json", source.path / "generation_config.json"
     raw = read_json(path)
+    check_layers(raw, str(path))
     causal = with_head(raw)
     if causal is raw and is_native(raw, model_impl):
         return model_config_from_folder(source.path)

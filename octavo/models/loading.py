@@ -14,6 +14,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.headless import remove_head
 from octavo.models.interface import CausalLM
 from octavo.models.mapped_file import touched_ahead
+from octavo.models.plausible import check_sizes
 from octavo.models.read_ahead import AsRead
 from octavo.models.registry import model_class
 from octavo.models.targets import Targets, ignored, missing
@@ -53,6 +54,7 @@ def build_model(
         ModelError: an architecture, rope or activation that is not supported.
         ConfigError: settings that do not fit the model or the device.
     """
+    check_sizes(config)
     device = torch.device(device)
     build = BuildContext(
         dtype=dtype,

@@ -25,7 +25,7 @@ from octavo.errors import ModelError
 _DONTNEED = 4
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _EHWPOISON = 133  # which the errno module does not know
-_PAGE = mmap.PAGESIZE
+PAGE = mmap.PAGESIZE
 _TOUCH_BYTES = 32 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,14 +38,14 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 def populate(address: int, nbytes: int) -> int:
     """Bring mapped bytes into memory, the pages at both ends included; 0 or an error number."""
-    start = address // _PAGE * _PAGE
+    start = address // PAGE * PAGE
     return _advise(start, address + nbytes - start, _POPULATE_READ) if nbytes else 0
 
 
 def give_back(address: int, nbytes: int) -> None:
     """Let go of the whole pages among file-mapped, unmodified bytes. Touching them again reads them again."""
-    start = -(-address // _PAGE) * _PAGE
-    end = (address + nbytes) // _PAGE * _PAGE
+    start = -(-address // PAGE) * PAGE
+    end = (address + nbytes) // PAGE * PAGE
     if end > start:
         _advise(start, end - start, _DONTNEED)
 
@@ -62,7 +62,7 @@ def touched_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
     def touch() -> None:
         for tensor in pending:
-            start, end = tensor.data_ptr() // _PAGE * _PAGE, tensor.data_ptr() + tensor.nbytes
+            start, end = tensor.data_ptr() // PAGE * PAGE, tensor.data_ptr() + tensor.nbytes
             for address in range(start, end, _TOUCH_BYTES):
                 if stop.is_set() or _advise(address, min(_TOUCH_BYTES, end - address), _POPULATE_WRITE):
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.models.file_tensor import PIECE_BYTES, FileTensor, Staging
-from octavo.models.mapped_file import MappedFile
+from octavo.models.mapped_file import PAGE, MappedFile
 
 # Bytes that may be in memory before their consumer asks for them: a share of all, within bounds.
 _WINDOW = (4 << 20, 64 << 20)
@@ -55,7 +56,10 @@ class ReadAhead:
         self._window = min(max(self._starts[-1] // _WINDOW_SHARE, low), high)
         self._piece = max(1 << 20, min(PIECE_BYTES, self._window // 4))
         self._at = 0  # bytes of all spans that the consumer has behind it
+        self._asked = 0  # byte of the consumer's file up to which it made sure of its memory
+        self._kept = 0  # byte of it from which on it holds memory
         self._closed = False
+        self._resume_at: float = math.inf  # of `_at`, beyond which the waiting thread has work
         self._moved = threading.Condition()
         self._staging: dict[torch.device, Staging] = {}
         self._current = 0
@@ -75,21 +79,25 @@ class ReadAhead:
 
     def take(self, index: int, device: torch.device) -> torch.Tensor:
         """The bytes of span `index`, uint8; a `FileTensor` where they are many."""
-        self._let_go()
-        self._current = index
-        self._move(self._starts[index])
+        before, self._current = self._spans[self._current].file, index
         file, offset, nbytes = self._spans[index]
+        if file is not before or index == 0:
+            if index:
+                before.give_back(self._kept, before.size - self._kept)
+            self._asked = self._kept = offset
+        # Small tensors share their calls to the system.
+        elif offset - self._kept >= self._piece:
+            file.give_back(self._kept, offset - self._kept)
+            self._kept = offset - offset % PAGE
+        self._move(self._starts[index])
         view = file.bytes(offset, nbytes)
         if nbytes > (_LARGE_CPU if device.type == "cpu" else _LARGE_GPU):
+            self._asked = offset + nbytes
             return FileTensor.of(view, self)
-        file.populate(offset, nbytes)
+        if offset + nbytes > self._asked:
+            self._asked = min(max(offset + nbytes, offset + self._piece), file.size)
+            file.populate(offset, self._asked - offset)
         return view
-
-    def _let_go(self) -> None:
-        """Give back the span before: up to the page that the next one may share."""
-        file, offset, nbytes = self._spans[self._current]
-        if nbytes:
-            file.give_back(offset - offset % 4096, nbytes + offset % 4096)
 
     # ---- what a FileTensor asks -------------------------------------------------------------------
 
@@ -110,23 +118,30 @@ class ReadAhead:
     # ---- the reading thread -----------------------------------------------------------------------
 
     def _move(self, at: int) -> None:
-        with self._moved:
-            self._at = max(self._at, at)
-            self._moved.notify()
+        self._at = max(self._at, at)
+        if self._at > self._resume_at:
+            with self._moved:
+                self._moved.notify()
 
     def _run(self) -> None:
         announced = position = 0
-        while position < self._starts[-1]:
+        total = self._starts[-1]
+        while position < total:
             with self._moved:
-                self._moved.wait_for(lambda at=position: self._closed or at < self._at + self._window)  # type: ignore[misc]
+                self._resume_at = position - self._window
+                self._moved.wait_for(lambda: self._closed or self._at > self._resume_at)
+                self._resume_at = math.inf
                 if self._closed:
                     return
-                position = max(position, self._at)
+            # Bytes that the consumer fetched by itself are no use any more.
+            position, announced = max(position, self._at), max(announced, self._at)
+            if position == total:
+                return
             # The disk gets its orders a window further ahead; their pages are nobody's memory yet.
-            while announced < min(position + 2 * self._window, self._starts[-1]):
-                file, offset, nbytes = self._part(max(announced, position))
+            while announced < min(position + 2 * self._window, total):
+                file, offset, nbytes = self._part(announced)
                 file.announce(offset, nbytes)
-                announced = max(announced, position) + nbytes
+                announced += nbytes
             file, offset, nbytes = self._part(position)
             try:
                 file.populate(offset, nbytes)
