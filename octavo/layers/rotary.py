@@ -165,6 +165,10 @@ class RotaryEmbedding(Layer):
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         inv_freq, factor = rope_frequencies(self.rope, self.max_position_embeddings, build.max_model_len)
+        if build.device.type == "meta":  # arithmetic there would import PyTorch's compiler: seconds, 100 MB
+            table = torch.empty(build.max_model_len, 2 * len(inv_freq), device="meta")
+            self.register_buffer("cos_sin", table, persistent=False)
+            return
         inv_freq = inv_freq.to(build.device)
         try:
             positions = torch.arange(build.max_model_len, dtype=torch.float32, device=build.device)
