@@ -102,6 +102,7 @@ def test_what_is_generated_from_the_code_is_what_the_code_says():
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == tool.settings_page(), hint
     sampling = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
     assert sampling == tool.with_table(sampling), hint
+    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == tool.models_page(), hint
 
 
 def test_server_page_names_every_endpoint_and_metric():

@@ -1,11 +1,13 @@
 """Write the parts of the documentation that are generated from the code: run it after changing a setting.
 
-docs/settings.md as a whole, and the table of fields in docs/sampling.md (between its two comments).
+docs/settings.md as a whole, the table of fields in docs/sampling.md and those of docs/models.md (between
+their comments; the latter come from the tests, see models_table.py).
 `tests/test_docs.py` fails where either differs from the code.
 """
 
 from __future__ import annotations
 
+import sys
 import typing
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -102,10 +104,19 @@ def with_table(page: str) -> str:
     return f"{head}{BEGIN}\n{sampling_table()}\n{END}{tail}"
 
 
+def models_page() -> str:
+    """docs/models.md with its tables as the tests have them."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from models_table import updated
+
+    return updated(DOCS / "models.md")
+
+
 def main() -> None:
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
     path = DOCS / "sampling.md"
     path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (DOCS / "models.md").write_text(models_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def greedy(model: Any, ids: list[int]) -> tuple[list[int], float]:
     return out, lead
 
 
+@pytest.mark.proves("64 greedy tokens", model="SmolLM2-135M-Instruct (GGUF, Q4_1)")
 def test_64_greedy_tokens_are_those_of_transformers(llm, transformers_model):
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for _ in range(2):  # cold, then with the prompts' blocks in the cache
@@ -101,6 +102,7 @@ def octavo_model(path: Any) -> Any:
     return model
 
 
+@pytest.mark.proves("logits at every position", model="SmolLM2-135M-Instruct (GGUF, Q4_1)")
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @torch.inference_mode()
 def test_logits_at_every_position_are_those_of_transformers(

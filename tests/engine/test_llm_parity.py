@@ -27,6 +27,7 @@ def generate(llm: LLM, prompts=tiny.PROMPTS) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.proves("safetensors")
 @pytest.mark.parametrize("variant", sorted(tiny.VARIANTS))
 def test_variants_equal_transformers(variant):
     with make(variant, max_num_batched_tokens=64) as llm:

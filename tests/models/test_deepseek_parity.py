@@ -181,6 +181,7 @@ def test_mixed_batch_of_prefill_and_decode_with_padding(backend: str):
     check([torch.cat(x) for x in parts], "v3")
 
 
+@pytest.mark.proves("tensor parallel")
 @pytest.mark.parametrize("variant", ["v2-lite", "v3"])
 def test_ranks_together_equal_one(variant: str):
     def rank(group):
@@ -202,6 +203,7 @@ def test_bfloat16_stays_near_float32():
         assert difference.abs().mean() < 0.15
 
 
+@pytest.mark.proves("GGUF")
 @pytest.mark.parametrize(
     ("variant", "whole_kv_b"), [("deepseek-v2", False), ("deepseek-v2", True), ("deepseek-v3", False)]
 )

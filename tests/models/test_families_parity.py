@@ -44,6 +44,7 @@ def test_logits_equal_transformers(variant: str):
         check(model, variant, chunk)
 
 
+@pytest.mark.proves("GGUF")
 @pytest.mark.parametrize("variant", IN_GGUF)
 def test_a_gguf_file_equals_its_folder(variant: str, tmp_path: Path):
     check(read(tiny.gguf_file(variant, tmp_path / "m.gguf")), variant)
@@ -65,6 +66,7 @@ def test_plain_operations(variant: str, monkeypatch: pytest.MonkeyPatch):
     check(read(tiny.checkpoint(variant)), variant, 9, tiny.PROMPTS[:2])
 
 
+@pytest.mark.proves("tensor parallel")
 @pytest.mark.parametrize("variant", ["phi3", "gemma3", "granite", "olmo2"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_equal_one(variant: str, size: int):
@@ -139,6 +141,7 @@ def test_parts_beside_the_whole(remove: str | None, give: str | None, words: str
         read(_rewrite("phi3", tmp_path, change))
 
 
+@pytest.mark.proves("safetensors", architecture="Gemma3ForConditionalGeneration")
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
     """As Transformers saves Gemma 3 with its vision tower: text_config, names under language_model."""
     text = tiny.reference("gemma3")

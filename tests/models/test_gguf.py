@@ -76,6 +76,7 @@ def test_decoding_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 
+@pytest.mark.proves("GGUF")
 @pytest.mark.parametrize("variant", ["llama", "llama-tied", "llama-biases", "mistral", "qwen2", "qwen3"])
 def test_weights_and_config_equal_the_folder_s(variant: str, tmp_path: Path) -> None:
     path = tiny.gguf_file(variant, tmp_path / "model.gguf")

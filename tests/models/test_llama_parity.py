@@ -208,6 +208,7 @@ def test_greedy_tokens_equal_transformers():
     assert len(set(tokens)) >= 20
 
 
+@pytest.mark.proves("tensor parallel")
 @pytest.mark.parametrize("variant", ["llama-biases", "qwen2-tied", "qwen3"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_equal_one(variant: str, size: int):

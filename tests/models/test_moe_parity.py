@@ -79,6 +79,7 @@ def test_joined_spelling(variant: str, tmp_path: Path):
     check(read(tmp_path), variant)
 
 
+@pytest.mark.proves("GGUF")
 @pytest.mark.parametrize(("variant", "single"), [("mixtral", False), ("mixtral", True), ("qwen3-moe", False)])
 def test_gguf(variant: str, single: bool, tmp_path: Path):
     """`single`: Mixtral's first files held experts one by one."""
@@ -93,6 +94,7 @@ def test_quantized_gguf_is_read(tmp_path: Path):
         assert 0 < (a - b).abs().max() < 0.02
 
 
+@pytest.mark.proves("tensor parallel")
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "olmoe"])
 def test_ranks_together_equal_one(variant: str):
     for prompt in tiny.PROMPTS:

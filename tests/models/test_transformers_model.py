@@ -140,6 +140,7 @@ def make(family: str, **settings: Any) -> LLM:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
 
 
+@pytest.mark.proves("runs")
 @pytest.mark.parametrize("family", DECODERS)
 def test_logits_and_64_greedy_tokens_equal_transformers(family: str):
     model = load(checkpoint(family))
@@ -203,6 +204,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.proves("refused")
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_paged_attention_cannot_do_is_refused_with_the_reason(family: str):
     kind, changes, reason = REFUSED[family]
@@ -262,7 +264,12 @@ def test_known_code_is_replaced_by_kernels():
     layer = model.get_submodule("model.layers.0")
     assert sum(isinstance(m, SharedInput) for m in model.modules()) == 4
     assert {type(m).__name__ for m in layer.children()} == {"LlamaAttention", "LlamaMLP", "PlainNorm"}
-    assert "forward" in layer.self_attn.__dict__ and "forward" in layer.mlp.__dict__
+    assert layer.self_attn.forward.__name__ == "attend" and "forward" in layer.mlp.__dict__
+    qwen3 = load(checkpoint("Qwen3")).get_submodule("model.layers.0.self_attn")
+    assert qwen3.forward.__name__ == "attend"
+    # Its own code around our rotation.
+    stablelm = load(checkpoint("StableLm")).get_submodule("model.layers.0.self_attn")
+    assert stablelm.forward.__name__ == "forward" and "forward" in stablelm.__dict__
     # Interleaved pairs are another rotation: its own code stays.
     glm = load(checkpoint("Glm4")).get_submodule("model.layers.0")
     assert "forward" not in glm.self_attn.__dict__
