@@ -192,6 +192,29 @@ class PagedAttention(Attention):
         self.backend.write_kv(k, v, cache, batch)
         return self.backend.attend(q, cache, batch)[None]
 
+    def rotate_and_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[PlainNorm, PlainNorm] | None,
+    ) -> torch.Tensor:
+        """The same of `[rows, heads, head_dim]` before norms and rotation, to `[rows, heads * head_dim]`.
+
+        Args:
+            q, k, v: may be views of one product, and are overwritten.
+            angles: as `Step.angles` returns them.
+            norms: of each head of queries and keys, or None.
+        """
+        table, places = angles
+        batch, cache = self._step.meta[self.kv_group], self._step.caches[self.index]
+        weights: tuple[Any, ...] = ()
+        if norms is not None:
+            weights = (norms[0].weight, norms[1].weight, norms[0].eps)
+        q = self.backend.rotary_and_write_kv(q, k, v, table, places, cache, batch, *weights)
+        return self.backend.attend(q, cache, batch).flatten(1)
+
 
 def served_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any

@@ -38,7 +38,7 @@ from octavo.models.transformers_layers import (
 )
 from octavo.models.transformers_names import conversions, expert_targets, renaming
 from octavo.models.transformers_rope import FixedRope, stop_updates
-from octavo.models.transformers_speed import fuse_feed_forward, fuse_rotation, our_norm
+from octavo.models.transformers_speed import fuse_attention, fuse_feed_forward, fuse_rotation, our_norm
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,6 @@ class TransformersForCausalLM(CausalLM):
         """Put our layers in the places of Transformers'."""
         for attention in trace.attentions:
             attention.module.octavo_attention = PagedAttention(attention, self._step)
-            if attention.rotates_own:
-                fuse_rotation(attention.module, self._step)
         for name, module in list(model.named_modules()):
             if (norm := our_norm(module)) is not None:
                 _set(model, name, norm)
@@ -146,8 +144,13 @@ class TransformersForCausalLM(CausalLM):
                 )
             elif type(module) in _conv1d():
                 _set(model, name, TransposedLinear(module.nx, module.nf, bias=True))
+        owns = {id(attention.module): attention.rotates_own for attention in trace.attentions}
         for name, module in model.named_modules():
             fuse_feed_forward(module, shared.get(f"{name}.gate_up_proj"))
+            if owns.get(id(module)) and not fuse_attention(
+                module, shared.get(f"{name}.qkv_proj"), self._step
+            ):
+                fuse_rotation(module, self._step)
 
     def _share(
         self, model: Any, trace: transformers_trace.Trace, names: dict[int, str], skip: set[str]

@@ -19,7 +19,7 @@ from torch import nn
 
 from octavo.errors import ModelError
 from octavo.layers.activation import gated_activation
-from octavo.models.transformers_layers import Part, PlainLinear, PlainNorm, SharedInput, Step
+from octavo.models.transformers_layers import PagedAttention, Part, PlainLinear, PlainNorm, SharedInput, Step
 from octavo.models.transformers_trace import ROTATE, rotates, with_global
 
 
@@ -109,26 +109,67 @@ def _is_activation(function: Any, name: str) -> bool:
     return name in ACT2FN and type(ACT2FN[name]) is type(function)
 
 
+# Attention of these files, and whether they normalize the heads of queries and keys.
+_ATTENTION = {
+    "llama.modeling_llama:LlamaAttention.forward": False,
+    "mistral.modeling_mistral:MistralAttention.forward": False,
+    "qwen2.modeling_qwen2:Qwen2Attention.forward": False,
+    "gemma2.modeling_gemma2:Gemma2Attention.forward": False,
+    "qwen3.modeling_qwen3:Qwen3Attention.forward": True,
+}
+
+
+def fuse_attention(module: nn.Module, shared: SharedInput | None, step: Step) -> bool:
+    """Let an attention module of the usual code project once, then normalize, rotate and store in one
+    kernel; returns whether it does."""
+    forward = type(module).forward
+    path = next((path for path in _ATTENTION if _reads_as(forward, path)), None)
+    paged, out = getattr(module, "octavo_attention", None), getattr(module, "o_proj", None)
+    if (
+        path is None
+        or shared is None
+        or list(shared.parts) != ["q_proj", "k_proj", "v_proj"]
+        or not isinstance(paged, PagedAttention)
+        or not isinstance(out, PlainLinear)
+        or not _rotates_as_usual(forward)
+    ):
+        return False
+    norms: tuple[PlainNorm, PlainNorm] | None = None
+    if _ATTENTION[path]:
+        q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+        if not isinstance(q_norm, PlainNorm) or not isinstance(k_norm, PlainNorm) or q_norm.eps != k_norm.eps:
+            return False
+        norms = q_norm, k_norm
+    heads = [paged.num_heads, paged.num_kv_heads, paged.num_kv_heads]
+
+    def attend(
+        hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = shared(hidden_states[0]).unflatten(-1, (-1, paged.head_dim)).split(heads, dim=1)
+        mixed = paged.rotate_and_attend(q, k, v, step.angles(*position_embeddings), norms)
+        return out(mixed[None]), None
+
+    module.forward = attend
+    return True
+
+
 def fuse_rotation(module: nn.Module, step: Step) -> None:
     """Let an attention module rotate queries and keys in one kernel, in place.
 
     Only where its file's function is the usual one, and its result takes the place of the arguments:
     `q, k = apply_rotary_pos_emb(q, k, …)`.
     """
-    if not rotates(module):
-        return
     forward = type(module).forward
+    if rotates(module) and _rotates_as_usual(forward) and _rebinds(forward):
+        module.forward = types.MethodType(with_global(forward, ROTATE, step.rotate), module)
+
+
+def _rotates_as_usual(forward: Any) -> bool:
+    """Whether the function that a forward calls to rotate is Llama's: dimension i turns with i + half."""
     known = "llama.modeling_llama:"
     apply = forward.__globals__.get(ROTATE)
     half = getattr(inspect.unwrap(apply), "__globals__", {}).get("rotate_half") if callable(apply) else None
-    if (
-        not callable(half)
-        or not _reads_as(apply, known + ROTATE)
-        or not _reads_as(half, known + "rotate_half")
-        or not _rebinds(forward)
-    ):
-        return
-    module.forward = types.MethodType(with_global(forward, ROTATE, step.rotate), module)
+    return callable(half) and _reads_as(apply, known + ROTATE) and _reads_as(half, known + "rotate_half")
 
 
 @functools.cache

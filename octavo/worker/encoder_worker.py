@@ -57,7 +57,7 @@ class EncoderWorker:
             )
         self.model = _load(config, source, DTYPES[dtype], self.device, model_config.extra)
         self.pad = int(getattr(self.model.config, "pad_token_id", None) or 0)
-        budget = config.max_num_batched_tokens or (16384 if self.device.type == "cuda" else 4096)
+        budget = config.max_num_batched_tokens or (16384 if self.device.type == "cuda" else 1024)
         self.facts = ModelFacts(
             max_model_len=length,
             vocab_size=model_config.vocab_size,
