@@ -70,7 +70,7 @@ class EngineConfig:
     download_dir: str | None = setting(
         None, "Folder that models from the hub are kept in, instead of the hub's own cache (HF_HUB_CACHE)."
     )
-    hf_token: bool | str | None = setting(
+    hf_token: str | None = setting(
         None,
         "Token for the hub's private and gated models; by default HF_TOKEN, or the login that the hub's own "
         "tools stored.",

@@ -40,6 +40,10 @@ ENVIRONMENT = """\
 | variable | |
 |---|---|
 | `CUDA_VISIBLE_DEVICES` | The GPUs that `device` counts. |
+| `HF_HUB_CACHE`, `HF_HOME` | Where models from the hub are kept; by default `~/.cache/huggingface/hub`. |
+| `HF_HUB_OFFLINE` | `1`: models from the hub are taken from its cache alone. |
+| `HF_TOKEN` | Opens the hub's private and gated models. |
+| `HF_ENDPOINT` | Address of another hub. |
 | `OCTAVO_API_KEY` | A key that clients of the server may send, besides those of `--api-key`. |
 | `OCTAVO_CACHE` | Folder of pulled models and built CPU kernels; by default `octavo` in `$XDG_CACHE_HOME` or `~/.cache`. |
 | `OCTAVO_CPU_KERNELS` | `0`: plain PyTorch instead of the C++ kernels. |

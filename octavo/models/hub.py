@@ -111,7 +111,7 @@ def fetch(
     *,
     revision: str | None = None,
     download_dir: str | None = None,
-    token: bool | str | None = None,
+    token: str | None = None,
     load_format: str = "auto",
     weights: bool = True,
 ) -> Snapshot:
@@ -164,7 +164,7 @@ class _Unreachable(Exception):
 
 
 def _download(
-    name: HubName, revision: str, cache: Path, token: bool | str | None, load_format: str, weights: bool
+    name: HubName, revision: str, cache: Path, token: str | None, load_format: str, weights: bool
 ) -> Snapshot:
     from huggingface_hub import HfApi, constants, snapshot_download
 

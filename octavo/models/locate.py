@@ -82,7 +82,7 @@ def find_model(
     *,
     revision: str | None = None,
     download_dir: str | None = None,
-    token: bool | str | None = None,
+    token: str | None = None,
     load_format: str = "auto",
 ) -> ModelSource:
     """Find a model by folder, GGUF file, hub id, or nothing for the embedded default one.
@@ -135,7 +135,7 @@ def _on_hub(
     *,
     revision: str | None,
     download_dir: str | None,
-    token: bool | str | None,
+    token: str | None,
     load_format: str,
     weights: bool,
 ) -> ModelSource | None:

@@ -50,6 +50,14 @@ def give_back(address: int, nbytes: int) -> None:
         _advise(start, end - start, _DONTNEED)
 
 
+def release_freed() -> None:
+    """Let the allocator return what was freed to the system (glibc's, which keeps it in each thread's own
+    heap; of others nothing is asked)."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 @contextlib.contextmanager
 def touched_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside the block a thread makes the system provide the memory of tensors that will be written.
