@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from octavo.kv.format import KVFormat
 
 
+# Tokens from which a prompt computed in one step is worth telling backends of.
+LONG_PROMPT = 1024
+
+
 @dataclass
 class AttentionMetadata:
     """One step's batch as attention sees it, for one KV group. All tensors on the model's device.
@@ -35,6 +39,9 @@ class AttentionMetadata:
         max_query_len: host's upper bound of a request's rows (1: pure decode).
         max_seq_len: host's upper bound of `seq_lens`.
         num_decodes: how many leading requests have exactly one row; a hint, 0 is always right.
+        prompts: (request, first row, rows) of the requests with more than one row, if all of these are
+            whole prompts (their rows are their contexts) of at least `LONG_PROMPT` tokens; a hint, () is
+            always right.
         plan: whatever the backend's `plan` prepared for this step.
     """
 
@@ -47,6 +54,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     num_decodes: int = 0
+    prompts: tuple[tuple[int, int, int], ...] = ()
     plan: object = None
 
 

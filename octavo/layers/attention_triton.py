@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.kernels.triton import attention as kernels
 from octavo.kernels.triton import rotary_kv
@@ -69,11 +71,12 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Launches of a layer: decode kernels, then the prefill kernel on what remains."""
+    """Launches of a layer: decode kernels, then cuDNN on `prompts`, or the prefill kernel on what remains."""
 
     decodes: tuple[_Decode, ...]
     prefill_from: int
     prefill_rows: int
+    prompts: tuple[tuple[int, int, int], ...] = ()
 
 
 class TritonAttention(AttentionBackend):
@@ -85,6 +88,9 @@ class TritonAttention(AttentionBackend):
     fields alone. A graph recorded on a metadata therefore serves every step that is copied into that
     metadata's tensors and stays within its bounds; requests added as padding have no rows
     (`query_start[i] == query_start[i + 1]`), and their output rows are left unwritten.
+
+    Long prompts that a step computes whole have no context in the cache beside their own rows: where it
+    can, cuDNN's attention serves them, whose kernels for Hopper do twice the operations a second.
     """
 
     name = "triton"
@@ -129,7 +135,35 @@ class TritonAttention(AttentionBackend):
         if rest < n and self._fits_decode(meta.max_query_len):
             decodes.append(self._decode(meta, rest, n, meta.max_query_len))
             rest = n
-        meta.plan = _Plan(tuple(decodes), rest, meta.num_rows - singles)
+        prompts = meta.prompts if rest < n and len(meta.prompts) == n - rest else ()
+        if prompts and self._by_cudnn(meta):
+            meta.plan = _Plan(tuple(decodes), n, 0, prompts)
+        else:
+            meta.plan = _Plan(tuple(decodes), rest, meta.num_rows - singles)
+
+    def _by_cudnn(self, meta: AttentionMetadata) -> bool:
+        """Whether cuDNN computes what these prompts need: two-byte types, usual heads, no cap, no window."""
+        window = self.sliding_window
+        return (
+            meta.seq_lens.is_cuda
+            and torch.cuda.get_device_capability(meta.seq_lens.device) >= (9, 0)
+            and self.fmt.dtype in ("bfloat16", "float16")
+            and self.fmt.head_dim in (64, 128)
+            and self.softcap is None
+            and (window is None or window >= meta.max_query_len)
+        )
+
+    def _attend_prompt(
+        self, q: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Causal attention of a whole prompt's rows `q` over its own keys and values, into `out`."""
+        rows = len(q)
+        kv = cache.index_select(0, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :rows]
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            found = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], kv[:1], kv[1:], is_causal=True, scale=self.scale, enable_gqa=True
+            )
+        out.copy_(found[0].transpose(0, 1))
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
@@ -166,6 +200,9 @@ class TritonAttention(AttentionBackend):
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
                 self.scale, self.sliding_window, self.softcap,
             )  # fmt: skip
+        for request, first, rows in plan.prompts:
+            blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]
+            self._attend_prompt(q[first : first + rows], cache, blocks, out[first : first + rows])
         if plan.prefill_from < meta.num_requests:
             kernels.paged_prefill(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,

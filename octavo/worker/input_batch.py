@@ -9,7 +9,7 @@ import torch
 
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
-from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention import LONG_PROMPT, AttentionMetadata
 from octavo.messages import StepPlan
 
 
@@ -156,8 +156,9 @@ class InputBatch:
             self._layout = self._make_layout(plan, size, key)
         inputs = self._layout.inputs
         inputs.max_seq_len = int((plan.start + plan.num_rows).max())
+        prompts = _long_prompts(plan) if inputs.meta[0].max_query_len >= LONG_PROMPT else ()
         for meta in inputs.meta:
-            meta.max_seq_len, meta.plan = inputs.max_seq_len, None
+            meta.max_seq_len, meta.plan, meta.prompts = inputs.max_seq_len, None, prompts
         return inputs
 
     def fill(self, inputs: StepInputs) -> None:
@@ -257,6 +258,16 @@ class InputBatch:
         if self.device.type != "cpu":
             packed = packed.pin_memory().to(self.device, non_blocking=True)
         return packed.split([len(a) for a in arrays])
+
+
+def _long_prompts(plan: StepPlan) -> tuple[tuple[int, int, int], ...]:
+    """See `AttentionMetadata.prompts`."""
+    many = np.flatnonzero(plan.num_rows > 1)
+    rows = plan.num_rows[many]
+    if plan.start[many].any() or rows.min() < LONG_PROMPT:
+        return ()
+    first = np.cumsum(plan.num_rows) - plan.num_rows
+    return tuple(zip(many.tolist(), first[many].tolist(), rows.tolist(), strict=True))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

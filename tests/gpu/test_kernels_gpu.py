@@ -71,6 +71,20 @@ def test_attention(
         assert relative_error(got, want) < bound
 
 
+def test_whole_prompts_by_cudnn() -> None:
+    """The hint changes who computes, and no more than rounding of what."""
+    fmt = KVFormat("bfloat16", 16, 8, 128)
+    shapes = [(1, 700), (1, 33), (1500, 1500), (1024, 1024)]
+    q, cache, meta = ragged_batch(shapes, 32, fmt, "cuda", num_decodes=2)
+    backend = TritonAttention(32, fmt, 128**-0.5)
+    want = attention_float64(q, cache, meta, 128**-0.5)
+    assert relative_error(backend.attend(q, cache, meta), want) < TOLERANCE["bfloat16"]
+    meta.plan, meta.prompts = None, ((2, 2, 1500), (3, 1502, 1024))
+    backend.plan(meta)
+    assert meta.plan.prompts and meta.plan.prefill_from == 4
+    assert relative_error(backend.attend(q, cache, meta), want) < TOLERANCE["bfloat16"]
+
+
 def test_splits_never_race() -> None:
     """The last program of a head combines what the others wrote: the same bits a thousand times."""
     fmt = KVFormat("bfloat16", 16, 8, 128)
