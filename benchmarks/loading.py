@@ -2,9 +2,10 @@
 
 Writes a Llama of random weights (about `--gib`, bfloat16, `--shards` files) into `--folder` unless it is
 there, then loads it `--runs` times from the disk (the page cache is told to forget the files) and from
-memory, each time in a process of its own, with a plain sequential read (one thread, 8 MiB a call) just
-before. Memory is the peak resident size during loading, less that of the process before it, over the
-parameters' size. `--weights bfloat16` loads as stored, `float32` converts; `--device cuda` measures a GPU.
+memory, each time in a process of its own, just after two plain sequential reads (one thread, 8 MiB a
+call): into one buffer, and into new memory for all, which any loader must get from the system. Memory is
+the peak resident size during loading, less that of the process before it, over the parameters' size.
+`--weights bfloat16` loads as stored, `float32` converts; `--device cuda` measures a GPU.
 
     python benchmarks/loading.py --folder /tmp/loading --gib 3
 """
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
 
 HIDDEN, INTERMEDIATE, VOCAB = 2048, 8192, 64000
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
@@ -73,14 +76,15 @@ def forget(files: list[Path]) -> None:
         os.close(descriptor)
 
 
-def plain_read(files: list[Path]) -> float:
-    """Seconds that a sequential read takes."""
-    buffer = bytearray(8 << 20)
-    begin = time.perf_counter()
+def plain_read(files: list[Path], into_new: bool) -> float:
+    """Seconds that a sequential read takes, into one buffer or into new memory for all."""
+    piece, total = 8 << 20, sum(p.stat().st_size for p in files)
+    buffer = memoryview(np.empty(total if into_new else piece, np.uint8))
+    begin, at = time.perf_counter(), 0
     for path in files:
         with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+            while count := file.readinto(buffer[at : at + piece]):
+                at += count if into_new else 0
     return time.perf_counter() - begin
 
 
@@ -108,9 +112,11 @@ def measure(folder: Path, dtype: str, device: str, threads: int, cold: bool) -> 
     files = sorted(folder.glob("*.safetensors"))
     total = sum(p.stat().st_size for p in files)
     parameters = sum(p.nbytes for p in model.parameters())
-    if cold:
-        forget(files)
-    read = plain_read(files)
+    reads = []
+    for into_new in (False, True):
+        if cold:
+            forget(files)
+        reads.append(plain_read(files, into_new))
     if cold:
         forget(files)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -125,9 +131,11 @@ def measure(folder: Path, dtype: str, device: str, threads: int, cold: bool) -> 
     print(
         json.dumps(
             {
-                "plain_gb_s": total / read / 1e9,
+                "plain_gb_s": total / reads[0] / 1e9,
+                "new_gb_s": total / reads[1] / 1e9,
                 "load_gb_s": total / seconds / 1e9,
-                "ratio": read / seconds,
+                "ratio": reads[0] / seconds,
+                "ratio_new": reads[1] / seconds,
                 "cpu_s": time.process_time() - begin_cpu,
                 "peak_over_weights": (status("VmHWM") - before) / parameters,
             }
@@ -153,7 +161,10 @@ def main() -> None:
         return
     if not (args.folder / "config.json").exists():
         write(args.folder, args.gib, args.shards)
-    print(f"{'':6}{'plain GB/s':>11}{'load GB/s':>11}{'ratio':>7}{'cpu s':>7}{'peak/weights':>14}")
+    print(
+        f"{'':6}{'plain GB/s':>11}{'to new GB/s':>12}{'load GB/s':>11}{'/ plain':>8}{'/ to new':>9}"
+        f"{'cpu s':>7}{'peak/weights':>14}"
+    )
     for only in ("cold", "warm"):
         command = [sys.executable, __file__, "--folder", str(args.folder), "--weights", args.weights]
         command += ["--device", args.device, "--threads", str(args.threads), "--only", only]
@@ -163,8 +174,8 @@ def main() -> None:
                 sys.exit(done.stderr)
             r = json.loads(done.stdout.splitlines()[-1])
             print(
-                f"{only:6}{r['plain_gb_s']:11.2f}{r['load_gb_s']:11.2f}{r['ratio']:7.2f}{r['cpu_s']:7.2f}"
-                f"{r['peak_over_weights']:14.3f}",
+                f"{only:6}{r['plain_gb_s']:11.2f}{r['new_gb_s']:12.2f}{r['load_gb_s']:11.2f}"
+                f"{r['ratio']:8.2f}{r['ratio_new']:9.2f}{r['cpu_s']:7.2f}{r['peak_over_weights']:14.3f}",
                 flush=True,
             )
 
