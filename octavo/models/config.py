@@ -92,7 +92,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    rms_norm_eps: float  # of layer norms, too
     rope: RopeConfig
     local_rope: RopeConfig | None = None
     dtype: str = "bfloat16"
@@ -104,6 +104,7 @@ class ModelConfig:
     qk_norm: bool = False
     norm_offset: float = 0.0  # added to the stored weights of norms (Gemma: 1)
     windows: tuple[int | None, ...] = ()
+    parallel_residual: bool = False  # attention and feed-forward take one norm and are added at once
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None

@@ -142,6 +142,13 @@ def _olmo2(config: ModelConfig, file: GGUFFile) -> ModelConfig:
     )
 
 
+def _stablelm(config: ModelConfig, file: GGUFFile) -> ModelConfig:
+    # Not by the key use_parallel_residual: the converter sets it for every model whose config has none.
+    parallel = "blk.0.ffn_norm.weight" not in file.tensors
+    eps = _positive(file, "attention.layer_norm_epsilon", 1e-5)
+    return replace(config, rms_norm_eps=eps, parallel_residual=parallel)
+
+
 _AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -168,6 +175,11 @@ FAMILIES: dict[str, GGUFFamily] = {
     ),
     "granite": GGUFFamily("GraniteForCausalLM", permuted=True, refine=_granite),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", _AROUND, full_every=4, refine=_olmo2),
+    "stablelm": GGUFFamily(
+        "StableLmForCausalLM",
+        {"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
+        refine=_stablelm,
+    ),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", EXPERT_NAMES, refine=gguf_moe),
     "deepseek2": GGUFFamily(
         "DeepseekV2ForCausalLM", {**EXPERT_NAMES, **DEEPSEEK_NAMES}, refine=gguf_deepseek2

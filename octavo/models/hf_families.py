@@ -138,6 +138,19 @@ def _granite(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _stablelm(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
+    if config.head_dim * config.num_heads != config.hidden_size:  # which Transformers' code takes for granted
+        raise ValueError(
+            f"hidden_size={config.hidden_size} is not that of {config.num_heads} heads of {config.head_dim}"
+        )
+    return replace(
+        config,
+        rms_norm_eps=float(raw["layer_norm_eps"]),
+        qk_norm=bool(raw["qk_layernorm"]),
+        parallel_residual=bool(raw["use_parallel_residual"]),
+    )
+
+
 _GEMMA2 = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -179,6 +192,15 @@ _GRANITE = {
     "attention_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
+}
+_STABLELM = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "layer_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.25,
+    "use_qkv_bias": False,
+    "qk_layernorm": False,
+    "use_parallel_residual": False,
 }
 _PHI3 = {
     "rms_norm_eps": 1e-5,
@@ -254,6 +276,9 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         windows=lambda raw: every_nth_full(raw, 4),
         local_theta=lambda raw: raw["rope_theta"],
+    ),
+    "StableLmForCausalLM": Family(
+        _STABLELM, biases=lambda raw: (bool(raw["use_qkv_bias"]), False, False), refine=_stablelm
     ),
     "MixtralForCausalLM": Family(
         _MIXTRAL,

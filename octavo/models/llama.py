@@ -18,7 +18,7 @@ from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import Attention
 from octavo.layers.embedding import LMHead, VocabEmbedding
 from octavo.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
@@ -131,7 +131,7 @@ class LlamaModel(nn.Module):
             decoder_layer(config, layer, self.rotary_emb if window is None else local)
             for layer, window in enumerate(config.layer_windows)
         )
-        self.norm = rms_norm(config)
+        self.norm: RMSNorm | LayerNorm = rms_norm(config)
 
     def forward(
         self,

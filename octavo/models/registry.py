@@ -24,6 +24,7 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "Olmo2ForCausalLM": ("octavo.models.olmo2", "Olmo2ForCausalLM"),
     "Olmo3ForCausalLM": ("octavo.models.olmo2", "Olmo2ForCausalLM"),
     "OlmoeForCausalLM": ("octavo.models.olmoe", "OlmoeForCausalLM"),
+    "StableLmForCausalLM": ("octavo.models.stablelm", "StableLmForCausalLM"),
     "MixtralForCausalLM": ("octavo.models.mixtral", "MixtralForCausalLM"),
     "Qwen2MoeForCausalLM": ("octavo.models.qwen3_moe", "Qwen3MoeForCausalLM"),
     "Qwen3MoeForCausalLM": ("octavo.models.qwen3_moe", "Qwen3MoeForCausalLM"),
