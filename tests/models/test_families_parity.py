@@ -25,6 +25,7 @@ from tests.parallel.threads import on_ranks
 
 FAMILIES = [
     "mistral-window", "phi3", "phi3-window", "phi3-longrope", "gemma2", "gemma3", "granite", "olmo2", "olmo3",
+    "stablelm", "stablelm-biases", "stablelm-parallel",
 ]  # fmt: skip
 IN_GGUF = [v for v in FAMILIES if v != "mistral-window"]  # a Llama there, which says no window
 
@@ -67,7 +68,7 @@ def test_plain_operations(variant: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.proves("tensor parallel")
-@pytest.mark.parametrize("variant", ["phi3", "gemma3", "granite", "olmo2"])
+@pytest.mark.parametrize("variant", ["phi3", "gemma3", "granite", "olmo2", "stablelm-parallel"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_equal_one(variant: str, size: int):
     """Two KV heads over 2 ranks (one each) and over 4 (each held twice)."""
@@ -84,13 +85,13 @@ def test_ranks_together_equal_one(variant: str, size: int):
             assert (got - tiny.logits(variant, prompt)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["phi3", "gemma3", "olmo2"])
+@pytest.mark.parametrize("variant", ["phi3", "gemma3", "olmo2", "stablelm-parallel"])
 def test_random_weights(variant: str):
     """Of the canonical spelling alone, norms neutral: they multiply by 1, whatever is stored."""
     model = read(tiny.checkpoint(variant), "dummy")
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            assert bool((parameter == 1).all()), name
+            assert bool((parameter == (0 if name.endswith("bias") else 1)).all()), name
     logits = PagedRun(model, 1, 48).prompts([tiny.PROMPTS[1]], 48)[0]
     assert bool(logits.isfinite().all()) and logits.std() > 0
 
@@ -167,10 +168,11 @@ def test_gguf_metadata_say_what_the_config_says(variant: str, tmp_path: Path):
     same = (
         "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "intermediate_size",
         "hidden_act", "windows", "local_rope", "qk_norm", "norm_offset", "tie_word_embeddings",
-        "context_length", "dtype", "attention_bias", "eos_token_ids",
+        "context_length", "dtype", "attention_bias", "eos_token_ids", "parallel_residual",
     )  # fmt: skip
     for field in same:
         assert getattr(file, field) == getattr(folder, field), field
+    assert file.rms_norm_eps == pytest.approx(folder.rms_norm_eps, rel=1e-6)
     head_scale = folder.head_dim**-0.5
     for field in ("embedding_scale", "residual_scale", "logit_scale"):
         assert getattr(file, field) == pytest.approx(getattr(folder, field), rel=1e-6), field

@@ -64,12 +64,13 @@ def test_reads_what_transformers_writes(variant: str) -> None:
     targets = targets_of(config)
     assert not missing(state, targets)
     assert {n: targets[n].shape for n in state} == state
-    assert config.qk_norm == ("model.layers.0.self_attn.q_norm.weight" in state)
+    q_norms = ("q_norm.weight", "q_layernorm.norms.0.weight")
+    assert config.qk_norm == any(f"model.layers.0.self_attn.{name}" in state for name in q_norms)
 
 
 # Architectures whose config class fills in what config.json leaves out, with sizes that it may not.
 SIZES = {
-    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "vocab_size": 384, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 6,
     "num_attention_heads": 32,
 }  # fmt: skip
 CLASSES = {
@@ -83,6 +84,7 @@ CLASSES = {
     "GraniteForCausalLM": transformers.GraniteConfig,
     "Olmo2ForCausalLM": transformers.Olmo2Config,
     "Olmo3ForCausalLM": transformers.Olmo3Config,
+    "StableLmForCausalLM": transformers.StableLmConfig,
 }
 
 
@@ -295,6 +297,9 @@ def test_biases_by_family() -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["per layer type"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "EmbeddingGemma"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "GGUF"]),
+        ({"architectures": ["StableLmForCausalLM"], "hidden_size": 65}, ["hidden_size=65", "4 heads of 16"]),
+        ({"architectures": ["StableLmForCausalLM"], "head_dim": 32}, ["hidden_size=64", "4 heads of 32"]),
+        ({"architectures": ["StableLMEpochForCausalLM"]}, ["StableLMEpochForCausalLM"]),
         ({"hidden_size": "64"}, ["hidden_size='64'"]),
         ({"vocab_size": None}, ["vocab_size"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
@@ -344,6 +349,7 @@ WRONG: list[Any] = [-1, 1.5, float("nan"), 1 << 40, 10**30, "x", [], [[]], {"a":
         *("quantization_config", "sliding_window", "layer_types", "eos_token_id", "tie_word_embeddings"),
         *("text_config", "query_pre_attn_scalar", "final_logit_softcapping", "sliding_window_pattern"),
         *("rope_local_base_freq", "residual_multiplier", "logits_scaling", "hidden_activation"),
+        *("layer_norm_eps", "qk_layernorm"),
     ],
 )
 @pytest.mark.parametrize(
@@ -351,6 +357,7 @@ WRONG: list[Any] = [-1, 1.5, float("nan"), 1 << 40, 10**30, "x", [], [[]], {"a":
     [
         *("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
         *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "Olmo3ForCausalLM"),
+        "StableLmForCausalLM",
     ],
 )
 def test_values_of_the_wrong_kind_are_the_files_fault(key: str, family: str) -> None:

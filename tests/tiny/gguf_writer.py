@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.tiny.models import reference
 from tests.tiny.tokenizer import CHAT_TEMPLATE, tokenizer_json
@@ -26,6 +27,7 @@ ARCHITECTURES = {  # by Transformers' model_type
     "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
+    "stablelm": "stablelm",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
@@ -63,7 +65,7 @@ def gguf_file(
         _add_latent(writer, config, whole_kv_b)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-        if arch not in ("phi3", "granite"):
+        if arch not in ("phi3", "granite", "stablelm"):
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
     rope = config.rope_parameters
@@ -71,8 +73,13 @@ def gguf_file(
     dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if arch != "gemma2":
         writer.add_rope_dimension_count(dim)
-        writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if arch != "stablelm":
+            writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == "stablelm":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_parallel_residual(True)  # for every model whose config.json does not say, as few do
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_scales(writer, config, arch)
     _add_windows(writer, config, arch)
     experts = getattr(config, "num_local_experts", getattr(config, "n_routed_experts", None))
@@ -92,7 +99,8 @@ def gguf_file(
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def add(name: str, data: np.ndarray) -> None:
-        kind = gguf.GGMLQuantizationType[qtype if data.ndim > 1 else "F32"]
+        vector = data.ndim == 1 or name.endswith("_norm.weight")
+        kind = gguf.GGMLQuantizationType["F32" if vector else qtype]
         encoded = gguf.quants.quantize(np.ascontiguousarray(data), kind)
         writer.add_tensor(name, encoded, raw_dtype=kind)
 
@@ -121,15 +129,21 @@ def gguf_file(
 
 
 def _tensors(model: Any, whole_kv_b: bool) -> Iterator[tuple[str, Any]]:
-    """The model's tensors, its experts' matrices stacked one kind apart from the other."""
-    for name, tensor in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
+    """The model's tensors, its experts' matrices stacked one kind apart from the other, heads' norms too."""
+    state = model.state_dict()
+    for name, tensor in state.items():
+        stem, is_norms, head = name.partition(".norms.")
+        if is_norms:
+            if head == "0.weight":
+                heads = [t for n, t in state.items() if n.startswith(f"{stem}.norms.")]
+                yield f"{stem}.weight", torch.stack(heads)
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{part}.weight"), half
         elif name.endswith("kv_b_proj.weight") and not whole_kv_b:
-            heads = tensor.unflatten(0, (model.config.num_attention_heads, -1))
+            whole = tensor.unflatten(0, (model.config.num_attention_heads, -1))
             sizes = [model.config.qk_nope_head_dim, model.config.v_head_dim]
-            keys, values = heads.split(sizes, dim=1)
+            keys, values = whole.split(sizes, dim=1)
             yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), values
         else:

@@ -50,11 +50,11 @@ def build(variant: str, seed: int | None = None, **changes: Any) -> Any:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
-            if "norm" in name:
+            if name.endswith(".bias"):
+                weight.copy_(0.3 * noise)
+            elif "norm" in name:
                 mean = _GEMMA_NORMS.get(name.split(".")[-2], 0.0) if gemma else 1.0
                 weight.copy_(mean + 0.2 * noise)
-            elif name.endswith(".bias"):
-                weight.copy_(0.3 * noise)
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 weight.copy_((_GEMMA_EMBEDDING if gemma else 0.3) * noise)
             else:

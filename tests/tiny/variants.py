@@ -171,6 +171,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         0,
     ),
+    # As 3B, 2-1.6B and 2-12B.
+    "stablelm": ("StableLm", {"layer_norm_eps": 1e-3}, 16),
+    "stablelm-biases": ("StableLm", {"num_key_value_heads": 4, "use_qkv_bias": True}, 65),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True}, 6),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 0),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 32}, 0),
     "qwen3-moe-mixed": ("Qwen3Moe", {**_EXPERTS, "mlp_only_layers": [0]}, 0),
