@@ -27,6 +27,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _EHWPOISON = 133  # which the errno module does not know
 PAGE = mmap.PAGESIZE
 _TOUCH_BYTES = 32 << 20
+_ANNOUNCED = 16 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -136,11 +137,12 @@ class MappedFile:
 
     @contextlib.contextmanager
     def reading(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """`bytes`, in memory inside the block and let go after it.
+        """`bytes`, in memory inside the block and let go after it; what follows them is announced.
 
         Raises:
             ModelError: as `populate`.
         """
+        self.announce(offset + nbytes, _ANNOUNCED)
         self.populate(offset, nbytes)
         try:
             yield self.bytes(offset, nbytes)
