@@ -1,7 +1,7 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2 and 2.5 (biases), Qwen3 (q and k norms).
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Phi-3 and 4, Qwen2 (biases), Qwen3 (q and k norms).
 
 A pre-norm decoder with grouped-query attention, rotary positions and a SwiGLU feed-forward
-(arXiv 2302.13971, 2310.06825, 2407.10671, 2505.09388). The config says which variant it is. The
+(arXiv 2302.13971, 2310.06825, 2404.14219, 2407.10671, 2505.09388). The config says which variant it is. The
 residual stream travels beside the hidden states, so that each addition fuses with the next norm.
 """
 

@@ -66,6 +66,9 @@ class HeadsNorm(Layer):
 class Olmo2Attention(LlamaAttention):
     """Grouped-query self-attention with norms of the whole q and k."""
 
+    q_norm: HeadsNorm  # type: ignore[assignment]  # of all heads, not of each
+    k_norm: HeadsNorm  # type: ignore[assignment]
+
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
         super().__init__(replace(config, qk_norm=False), layer, rotary)
         self.q_norm = HeadsNorm(self.qkv_proj, "q_proj", config.rms_norm_eps)

@@ -16,7 +16,13 @@ from tests.models.paged import PagedRun
 TOLERANCE = 1e-4
 
 
-def read(path: Path, load_format: str = "auto", backend: str = "torch", block_size: int = 8) -> CausalLM:
+def read(
+    path: Path,
+    load_format: str = "auto",
+    backend: str = "torch",
+    block_size: int = 8,
+    max_model_len: int = tiny.CONTEXT,
+) -> CausalLM:
     """The float32 model of a folder or GGUF file; a parameter that nothing fills is NaN."""
     source = find_model(str(path))
     config = load_model_config(source)
@@ -25,7 +31,7 @@ def read(path: Path, load_format: str = "auto", backend: str = "torch", block_si
         dtype=torch.float32,
         device="cpu",
         attention_backend=backend,
-        max_model_len=tiny.CONTEXT,
+        max_model_len=max_model_len,
         block_size=block_size,
     )
     for parameter in model.parameters():
