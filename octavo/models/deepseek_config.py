@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.errors import ModelError
 from octavo.models.config import LatentConfig, ModelConfig, MoEConfig, RopeConfig
 from octavo.models.moe_config import with_experts
 
@@ -106,9 +107,15 @@ def deepseek_v2(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     """Experts by softmax; in the large model only those of the groups with the best expert."""
     method = raw["topk_method"]
     if method not in _V2_METHODS or raw.get("scoring_func", "softmax") != "softmax":
-        raise ValueError(f"topk_method={method!r} with scoring_func={raw.get('scoring_func')!r}")
+        raise ModelError(
+            f"topk_method={method!r} with scoring_func={raw.get('scoring_func')!r} is not supported for "
+            "DeepSeek-V2: use a checkpoint with greedy or group_limited_greedy by softmax"
+        )
     if raw["norm_topk_prob"]:
-        raise ValueError("norm_topk_prob=true, on which implementations of DeepSeek-V2 disagree")
+        raise ModelError(
+            "norm_topk_prob=true is not supported for DeepSeek-V2, since implementations disagree on it: "
+            "use a checkpoint without"
+        )
     grouped = _V2_METHODS[method]
     moe = replace(
         _experts(config, raw),
@@ -123,7 +130,10 @@ def deepseek_v3(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     """Experts by sigmoid, chosen with a learned bias from the groups whose two best are best."""
     method, scoring = raw.get("topk_method", "noaux_tc"), raw.get("scoring_func", "sigmoid")
     if (method, scoring) != ("noaux_tc", "sigmoid"):
-        raise ValueError(f"topk_method={method!r} with scoring_func={scoring!r}")
+        raise ModelError(
+            f"topk_method={method!r} with scoring_func={scoring!r} is not supported for DeepSeek-V3: use a "
+            "checkpoint with noaux_tc by sigmoid"
+        )
     moe = replace(
         _experts(config, raw),
         scoring="sigmoid",
@@ -191,7 +201,10 @@ def gguf_deepseek2(config: ModelConfig, file: GGUFFile) -> ModelConfig:
     )
     gating = _integer(file, "expert_gating_func", _SOFTMAX)
     if gating not in (_SOFTMAX, _SIGMOID):
-        raise ValueError(f"expert_gating_func={gating} is neither softmax nor sigmoid")
+        raise ModelError(
+            f"expert_gating_func={gating} is not supported: use a model that chooses experts by softmax "
+            "(1) or sigmoid (2)"
+        )
     first = _integer(file, "leading_dense_block_count", 0)
     size = _integer(file, "expert_feed_forward_length", 0)
     experts = _integer(file, "expert_count", 0)

@@ -54,6 +54,7 @@ def model_config_from_dict(
 
 
 def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: str) -> ModelConfig:
+    check_unquantized(raw, where)
     architectures = raw.get("architectures") or []
     name = next((a for a in architectures if a in FAMILIES), None)
     if name is None:
@@ -62,12 +63,6 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: architecture {shown} is not supported: use a checkpoint of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"{where}: checkpoints quantized by {method!r} are not supported by this version: "
-            "use the unquantized checkpoint or a GGUF file"
-        )
     ids = [raw.get("eos_token_id")]
     if isinstance(raw.get("text_config"), dict):  # a multimodal checkpoint's part for text
         raw = {**raw, **raw["text_config"]}
@@ -122,6 +117,23 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
     return family.refine(config, raw).with_windows(family.windows(raw))
 
 
+def check_unquantized(raw: dict[str, Any], where: str) -> None:
+    """Refuse a checkpoint whose weights are quantized.
+
+    Raises:
+        ModelError: names the method.
+    """
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if given := part.get(key):
+                method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
+                raise ModelError(
+                    f"{where}: checkpoints quantized by {method!r} are not supported by this version: "
+                    "use the unquantized checkpoint or a GGUF file"
+                )
+
+
 def _size(raw: dict[str, Any], key: str, where: str) -> int:
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
@@ -156,10 +168,15 @@ def _ropes(
     full = _rope(
         (given.get("full_attention") or {}) if nested else given, raw, theta, head_dim, positions, where
     )
-    if family.local_theta is None:
-        return full, None
-    given = (given.get("sliding_attention") or {}) if nested else {}
-    local = _rope(given, raw, family.local_theta(raw), head_dim, positions, where)
+    local = full
+    if family.local_theta is not None:
+        given = (given.get("sliding_attention") or {}) if nested else {}
+        local = _rope(given, raw, family.local_theta(raw), head_dim, positions, where)
+    if not family.partial_rotary and min(full.dim, local.dim) < head_dim:
+        raise ModelError(
+            f"{where}: partial_rotary_factor is not supported for {raw.get('model_type')}, where other "
+            "implementations take no notice of it: remove it if the model turns whole heads"
+        )
     return full, None if local == full else local
 
 

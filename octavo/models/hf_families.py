@@ -29,6 +29,8 @@ class Family:
         windows: from the raw config: each layer's sliding window, None where it sees all; [] if none has.
         local_theta: from the raw config: rotary base of the layers that slide, in a family where they
             have positions of their own; None: all layers share them.
+        partial_rotary: whether `partial_rotary_factor` is heeded; Transformers' code of other families takes
+            no notice of it.
         refine: last changes to the normal form, from it and the raw config.
     """
 
@@ -38,6 +40,7 @@ class Family:
     biases: Callable[[dict[str, Any]], tuple[bool, bool, bool]] = lambda raw: (False, False, False)
     windows: Callable[[dict[str, Any]], list[int | None]] = _full_attention
     local_theta: Callable[[dict[str, Any]], Any] | None = None
+    partial_rotary: bool = False
     refine: Callable[[ModelConfig, dict[str, Any]], ModelConfig] = lambda config, raw: config
 
 
@@ -258,7 +261,7 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         windows=_qwen_windows,
     ),
-    "Phi3ForCausalLM": Family(_PHI3, windows=every_layer),
+    "Phi3ForCausalLM": Family(_PHI3, windows=every_layer, partial_rotary=True),
     "Gemma2ForCausalLM": Family(
         _GEMMA2,
         norm_offset=1.0,
@@ -278,7 +281,10 @@ FAMILIES: dict[str, Family] = {
         local_theta=lambda raw: raw["rope_theta"],
     ),
     "StableLmForCausalLM": Family(
-        _STABLELM, biases=lambda raw: (bool(raw["use_qkv_bias"]), False, False), refine=_stablelm
+        _STABLELM,
+        biases=lambda raw: (bool(raw["use_qkv_bias"]), False, False),
+        partial_rotary=True,
+        refine=_stablelm,
     ),
     "MixtralForCausalLM": Family(
         _MIXTRAL,

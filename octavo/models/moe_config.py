@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, MoEConfig
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def mixtral_moe(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
 def olmoe_moe(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     """OLMoE: every layer has experts of the feed-forward's size."""
     if raw.get("clip_qkv") is not None:
-        raise ValueError(f"clip_qkv={raw['clip_qkv']} is not supported")
+        raise ModelError(f"clip_qkv={raw['clip_qkv']} is not supported: use an OLMoE that does not clip")
     moe = MoEConfig(
         num_experts=num_experts(raw),
         top_k=int(raw["num_experts_per_tok"]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES
 
@@ -24,7 +24,7 @@ def is_native(raw: dict[str, Any], model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "octavo"
     names = {str(name) for name in raw.get("architectures") or ()}
-    return any(name in FAMILIES for name in names) or bool(raw.get("quantization_config"))
+    return any(name in FAMILIES for name in names)
 
 
 def with_head(raw: dict[str, Any]) -> dict[str, Any]:
@@ -86,21 +86,42 @@ def model_config_from_raw(
         ModelError: neither kind of model; the message says why.
         ConfigError: Transformers is missing.
     """
+    from octavo.models.hf_config import check_unquantized
+
+    check_unquantized(raw, where)
+    config = hf_config(raw, where)
+    architecture = _architecture(raw, config, where)
+    try:
+        return _normal_form(raw, generation, config, architecture, where)
+    except OctavoError:
+        raise
+    except Exception as error:  # config classes have properties that raise
+        raise ModelError(
+            f"{where}: {architecture}'s config cannot be read ({_line(error)}): use another model"
+        ) from None
+
+
+def _normal_form(
+    raw: dict[str, Any], generation: dict[str, Any] | None, config: Any, architecture: str, where: str
+) -> ModelConfig:
     from octavo.models.hf_config import _dtype, _first_id, _ids
 
-    config = hf_config(raw, where)
     text = config.get_text_config(decoder=True)
-    architecture = _architecture(raw, config, where)
     encoder = not is_causal(architecture, config)
+    if not getattr(text, "num_attention_heads", None):
+        raise ModelError(
+            f"{where}: {architecture} has no attention heads (num_attention_heads), so that it cannot run on "
+            "paged attention: use another model"
+        )
     heads = _number(text, "num_attention_heads", where)
     hidden = _number(text, "hidden_size", where)
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    head_dim = _largest(_of_any_layer(text, "head_dim")) or hidden // heads
     positions = _positions(text, where)
     return ModelConfig(
         architecture=architecture,
         vocab_size=_number(text, "vocab_size", where),
         hidden_size=hidden,
-        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        intermediate_size=_largest(getattr(text, "intermediate_size", None)) or 4 * hidden,
         num_layers=_number(text, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
@@ -179,7 +200,10 @@ def _positions(config: Any, where: str) -> int:
         if isinstance(value, int) and 0 < value < _LONGEST:
             offset = (config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0
             return value - offset
-    raise ModelError(f"{where}: states no longest text (max_position_embeddings): add it")
+    raise ModelError(
+        f"{where}: states no longest text (max_position_embeddings), as models without positions of their "
+        "own (ALiBi) or with a recurrent state do, which are not supported: use another model"
+    )
 
 
 _OFFSET_POSITIONS = {
@@ -207,6 +231,19 @@ def _rope(config: Any, head_dim: int, positions: int) -> RopeConfig:
         original = getattr(config, "original_max_position_embeddings", None)
         params.setdefault("original_max_position_embeddings", original or positions)
     return RopeConfig(theta=float(theta), dim=head_dim, kind=str(kind), params=params)
+
+
+def _of_any_layer(config: Any, key: str) -> Any:
+    """An attribute, or the list of its values where the config class holds one for each layer alone."""
+    try:
+        return getattr(config, key, None)
+    except Exception:  # a class of Transformers' own, which its older versions lack
+        return [getattr(config.per_layer_config[i], key) for i in range(config.num_hidden_layers)]
+
+
+def _largest(size: Any) -> int | None:
+    """A size, or the largest where a config has a list of one for each layer."""
+    return max(map(int, size), default=None) if isinstance(size, (list, tuple)) else size
 
 
 def _number(config: Any, key: str, where: str) -> int:

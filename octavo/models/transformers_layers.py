@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.kernels import ops
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import Attention
@@ -280,8 +280,15 @@ class Remainder(Layer):
 
     def _compute(self, name: str, module: nn.Module) -> None:
         """Let the model compute the buffers that a checkpoint doesn't hold, as it does after loading."""
-        with own_type(module, self._ropes[0]):
-            self._model[0]._init_weights(module)
+        try:
+            with own_type(module, self._ropes[0]):
+                self._part_of(name)._init_weights(module)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(
+                f"{type(self._model[0]).__name__} cannot compute the buffers of its {name} ({reason}): use "
+                "another model"
+            ) from None
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)
             if buffer is not None and buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
@@ -289,6 +296,14 @@ class Remainder(Layer):
                     f"{type(self._model[0]).__name__} does not say how its buffer {name}.{key} is computed: "
                     "use another model"
                 )
+
+    def _part_of(self, name: str) -> Any:
+        """The innermost of Transformers' models that a module lies in: it knows how to initialize it."""
+        part = found = self._model[0]
+        for step in name.split("."):
+            part = getattr(part, step)
+            found = part if hasattr(part, "_init_weights") else found
+        return found
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         targets: dict[str, LoadTarget] = {}

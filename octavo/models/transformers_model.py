@@ -130,7 +130,9 @@ class TransformersForCausalLM(CausalLM):
             embedding = ours
         if type(head) is not nn.Linear:
             raise ModelError(f"{type(model).__name__}: its output head is no linear layer: use another model")
-        skip = {names[id(head)]}
+        # Code that looks at a matrix finds none in a layer of ours, which may hold it in any form.
+        keep = {name for number, name in names.items() if number in trace.read}
+        skip = {names[id(head)], *keep}
         _set(
             model,
             names[id(head)],
@@ -138,6 +140,8 @@ class TransformersForCausalLM(CausalLM):
         )
         shared = self._share(model, trace, names, skip)
         for name, module in list(model.named_modules()):
+            if name in keep:
+                continue
             if type(module) is nn.Linear:
                 _set(
                     model, name, PlainLinear(module.in_features, module.out_features, module.bias is not None)

@@ -64,11 +64,13 @@ class Trace:
     Attributes:
         attentions: in the order of their calls.
         inputs: linear layers in the order of their calls, with what identifies the tensor that they read.
+        read: ids of linear layers whose matrix other code than their own looks at, if only for its dtype.
         output: class of the base model's output.
     """
 
     attentions: list[TracedAttention] = field(default_factory=list)
     inputs: list[tuple[nn.Module, tuple[int, int]]] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
     output: type[Any] = object
     rotated: dict[int, set[int]] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)  # else an address could be given out twice
@@ -148,6 +150,8 @@ def _run(model: Any, linear_types: tuple[type[nn.Module], ...], max_positions: i
             stack.callback(hook.remove)
         for module in model.modules():
             stack.enter_context(_watch_rotation(module, found))
+            if type(module) in linear_types:
+                stack.enter_context(_watch_matrix(module, found))
         stack.enter_context(torch.no_grad())
         model.config._attn_implementation = TRACED
         _positions.set(max_positions)
@@ -176,6 +180,33 @@ def _see_input(module: nn.Module, args: tuple[Any, ...]) -> None:
     found, x = _trace.get(), args[0]
     found.kept.append(x)
     found.inputs.append((module, (id(x), x._version)))
+
+
+@contextlib.contextmanager
+def _watch_matrix(module: nn.Module, found: Trace) -> Iterator[None]:
+    """Note whether anything but a linear layer's own forward looks at its matrix."""
+    kind: Any = type(module)
+    own = False
+
+    class Watched(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            nonlocal own
+            own = True
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                own = False
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "weight" and not own:
+                found.read.add(id(self))
+            return super().__getattr__(name)
+
+    module.__class__ = Watched
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -260,6 +260,8 @@ def test_configs_that_cannot_be_run_are_refused(changes: dict[str, object], mess
     with pytest.raises(ModelError, match=message) as caught:
         model_config_from_dict({**RAW, **changes})
     assert "\n" not in str(caught.value)
+    unsupported = {"scoring_func", "topk_method", "norm_topk_prob", "quantization_config"} & set(changes)
+    assert ("malformed" in str(caught.value)) != bool(unsupported)
 
 
 def test_original_configs_are_read():

@@ -19,6 +19,7 @@ from octavo.models.hf_config import (
 )
 from octavo.models.loading import targets_of
 from octavo.models.targets import missing
+from octavo.models.transformers_config import model_config_from_raw
 from tests import tiny
 
 LLAMA: dict[str, Any] = {
@@ -388,3 +389,38 @@ def test_files_nested_too_deeply(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelError, match="not valid JSON"):
         model_config_from_folder(tmp_path)
+
+
+def test_part_of_a_head_is_turned_only_where_the_family_does() -> None:
+    assert config_of(partial_rotary_factor=1.0) == replace(
+        config_of(), extra=config_of(partial_rotary_factor=1.0).extra
+    )
+    phi = config_of(architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.5)
+    assert phi.rope.dim == phi.head_dim // 2
+    for changes in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        with pytest.raises(ModelError, match="partial_rotary_factor is not supported"):
+            config_of(**changes)
+
+
+@pytest.mark.parametrize("where", ["quantization_config", "compression_config"])
+def test_quantized_checkpoints_are_refused_for_that_whatever_their_architecture(where: str) -> None:
+    for architecture in ("LlamaForCausalLM", "GptOssForCausalLM", "Unheard"):
+        for changes in (
+            {where: {"quant_method": "mxfp4"}},
+            {"text_config": {where: {"quant_method": "mxfp4"}}},
+        ):
+            with pytest.raises(ModelError, match="quantized by 'mxfp4'"):
+                config_of(architectures=[architecture], **changes)
+            with pytest.raises(ModelError, match="quantized by 'mxfp4'"):
+                model_config_from_raw(
+                    {**LLAMA, "architectures": [architecture], "model_type": "llama", **changes}
+                )
+    with pytest.raises(ModelError, match="quantized by 'unknown'"):
+        config_of(quantization_config=["awq"])
+
+
+def test_values_that_are_not_supported_are_not_called_corrupt() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ModelError, match="clip_qkv=8.0 is not supported") as caught:
+        config_of(architectures=["OlmoeForCausalLM"], clip_qkv=8.0, **experts)
+    assert "malformed" not in str(caught.value)

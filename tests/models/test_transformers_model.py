@@ -216,6 +216,52 @@ def test_what_paged_attention_cannot_do_is_refused_with_the_reason(family: str):
     assert "\n" not in str(caught.value)
 
 
+def test_kinds_of_model_that_state_no_heads_or_positions_are_not_called_corrupt():
+    raw = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "max_position_embeddings": 256}
+    with pytest.raises(ModelError, match="no attention heads") as caught:
+        model_config_from_raw({**raw, "hidden_size": 64, "vocab_size": VOCAB})
+    assert "fetch" not in str(caught.value)
+    raw = transformers.BloomConfig(hidden_size=64, n_head=4).to_dict() | {
+        "architectures": ["BloomForCausalLM"]
+    }
+    with pytest.raises(ModelError, match="no longest text"):
+        model_config_from_raw(raw)
+    raw = transformers.Gemma4TextConfig(head_dim=16, global_head_dim=32).to_dict()
+    raw["architectures"] = ["Gemma4ForCausalLM"]
+    assert model_config_from_raw(raw).head_dim == 32  # of some layers: the others have 16
+
+
+# Code that asks more of its modules than to be called: one looks at the dtype of a router's matrix, one has
+# buffers that the inner model alone knows how to compute, and sizes that are lists.
+REACHING: dict[str, tuple[str, dict[str, Any]]] = {
+    "HunYuanMoEV1": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}),
+    "Gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **SLIDES, "head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0, "laurel_rank": 8, "intermediate_size": [96, 96],
+            "activation_sparsity_pattern": [0.9, 0.0],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REACHING)
+def test_code_that_reaches_into_its_modules(family: str):
+    config_class, changes = REACHING[family]
+    config = getattr(transformers, config_class)(**{**BASE, **changes})
+    torch.manual_seed(3)
+    theirs = hf_class(family)._from_config(config, attn_implementation="eager").eval()
+    raw = theirs.config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+    model = build_model(
+        model_config_from_raw(raw), dtype=torch.float32, device="cpu", max_model_len=128, block_size=8
+    )
+    load_weights(model, theirs.state_dict().items())
+    with torch.inference_mode():
+        want = theirs(torch.tensor([texts()[0]])).logits[0]
+    torch.testing.assert_close(PagedRun(model, 1, 128).prompts(texts()[:1], 7)[0], want, atol=1e-4, rtol=0)
+
+
 def test_other_input_and_unknown_types_are_refused():
     raw = transformers.LlavaConfig().to_dict() | {"architectures": ["LlavaForConditionalGeneration"]}
     with pytest.raises(ModelError, match="also takes vision input"):
