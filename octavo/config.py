@@ -388,7 +388,7 @@ def _parser_of(members: tuple[Any, ...], unit: str | None) -> Any:
             if float in members:
                 return float(text)
             return int(text)
-        except (ConfigError, ValueError) as error:
+        except (ConfigError, ValueError, RecursionError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse

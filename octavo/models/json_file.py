@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import ModelError
 
+_T = TypeVar("_T")
 # The largest index of a known model (140 thousand tensors) has 17 MB.
 MAX_FILE_BYTES = 64 << 20
 # A value costs 100 bytes or so in memory, whatever it takes in the file ("[],").
 MAX_VALUES = 4_000_000
 
 
-def parse_object(raw: bytes, unique: bool = False) -> dict[str, Any]:
-    """A JSON object.
+def parse_value(raw: bytes, unique: bool = False) -> Any:
+    """Any JSON value.
 
     Args:
         unique: refuse a name that an object has twice, of which otherwise the last counts.
 
     Raises:
-        ValueError: not UTF-8, not JSON, not an object, nested too deeply, or of too many values; the
-            message says which.
+        ValueError: not UTF-8, not JSON, nested too deeply, or of too many values; the message says which.
     """
     values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > MAX_VALUES:
         raise ValueError(f"{values} values, more than {MAX_VALUES}")
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_name_twice if unique else None)
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_name_twice if unique else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def parse_object(raw: bytes, unique: bool = False) -> dict[str, Any]:
+    """A JSON object, as `parse_value`.
+
+    Raises:
+        ValueError: as there, or not an object.
+    """
+    value = parse_value(raw, unique)
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__}, not a JSON object")
     return value
@@ -53,6 +63,19 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: unreadable, too large, or not a JSON object.
     """
+    return _read(path, parse_object)
+
+
+def read_value(path: Path) -> Any:
+    """Any JSON value from a file.
+
+    Raises:
+        ModelError: unreadable, too large, or not JSON.
+    """
+    return _read(path, parse_value)
+
+
+def _read(path: Path, parse: Callable[[bytes], _T]) -> _T:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
@@ -60,9 +83,10 @@ def read_json(path: Path) -> dict[str, Any]:
                 f"{path}: {size} bytes of JSON, more than any model's {MAX_FILE_BYTES}: fetch the file again"
             )
         raw = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}): give a complete model folder") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{path}: cannot be read ({reason}): give a complete model folder") from None
     try:
-        return parse_object(raw)
+        return parse(raw)
     except ValueError as error:
         raise ModelError(f"{path}: not valid JSON ({error}): fetch the file again") from None

@@ -14,7 +14,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.config import ModelConfig
-from octavo.models.json_file import read_json
+from octavo.models.json_file import read_json, read_value
 from octavo.models.locate import ModelSource
 from octavo.models.transformers_config import ENCODER
 
@@ -67,9 +67,9 @@ def pooling_settings(config: EngineConfig, source: ModelSource, model: ModelConf
         return None
     default = "MEAN" if model.implementation == ENCODER else "LAST"
     found = PoolingSettings(default, normalize=True)
-    if source.kind == "folder":
-        found = _from_files(source.path, found)
     given = _parsed(config.pooler_config)
+    if source.kind == "folder":
+        found = _from_files(source.path, found, given.get("pooling_type"))
     return replace(
         found,
         pooling_type=given.get("pooling_type", found.pooling_type),
@@ -120,8 +120,8 @@ def _parsed(given: dict[str, Any] | str | None) -> dict[str, Any]:
     return out
 
 
-def _from_files(folder: Path, found: PoolingSettings) -> PoolingSettings:
-    """What modules.json and its companions say."""
+def _from_files(folder: Path, found: PoolingSettings, chosen: str | None = None) -> PoolingSettings:
+    """What modules.json and its companions say, but for the pooling where the user has `chosen` one."""
     if (folder / "sentence_bert_config.json").is_file():
         raw = read_json(folder / "sentence_bert_config.json")
         length = raw.get("max_seq_length")
@@ -135,21 +135,33 @@ def _from_files(folder: Path, found: PoolingSettings) -> PoolingSettings:
             raise ModelError(
                 f"{folder / 'config_sentence_transformers.json'}: prompts are no texts: correct the file"
             )
-        found = replace(found, prompts=prompts, default_prompt=raw.get("default_prompt_name") or None)
+        default = raw.get("default_prompt_name") or None
+        if default is not None and (not isinstance(default, str) or default not in prompts):
+            raise ModelError(
+                f"{folder / 'config_sentence_transformers.json'}: default_prompt_name={default!r} is not "
+                f"one of its prompts ({', '.join(prompts) or 'none'}): correct the file"
+            )
+        found = replace(found, prompts=prompts, default_prompt=default)
     path = folder / "modules.json"
     if not path.is_file():
         return found
+    modules = read_value(path)
     try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
         kinds = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (TypeError, KeyError):
         raise ModelError(f"{path}: no list of modules with type and path: fetch the file again") from None
     found = replace(found, normalize=any(kind == "Normalize" for kind, _ in kinds))
     for kind, where in kinds:
         if kind == "Pooling":
             if ".." in Path(where).parts or Path(where).is_absolute():
                 raise ModelError(f"{path}: path {where!r} leads out of the folder: correct the file")
-            found = replace(found, pooling_type=_mode(folder / where / "config.json"))
+            pooling = folder / where / "config.json"
+            found = replace(found, pooling_type=chosen or _mode(pooling))
+            if found.prompts and read_json(pooling).get("include_prompt") is False:
+                raise ModelError(
+                    f"{pooling}: include_prompt=false (vectors of the prompt are left out) is not supported: "
+                    "use another model"
+                )
         elif kind not in ("Transformer", "Normalize"):
             raise ModelError(f"{path}: module {kind} is not supported: use a model without it")
     return found

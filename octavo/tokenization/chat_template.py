@@ -197,7 +197,7 @@ def _parsed_call(call: Any, where: str) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(
                 f"{where}.tool_calls has arguments that are not JSON: {arguments[:80]!r}", "messages"
             ) from None

@@ -18,9 +18,13 @@ import torch
 import transformers
 
 from octavo import LLM, AsyncLLM, PoolingParams, SamplingParams
+from octavo.config import EngineConfig
 from octavo.engine.encoder_core import EncoderCore
 from octavo.errors import ConfigError, ModelError, RequestError, RequestFailedError
 from octavo.messages import CoreRequest
+from octavo.models.loader import load_model_config
+from octavo.models.locate import ModelSource, find_model
+from octavo.models.pooling_config import pooling_settings
 from tests import tiny
 
 VOCAB = tiny.VOCAB_SIZE
@@ -168,6 +172,48 @@ def test_modules_that_are_not_supported(tmp_path: Path, change: dict, message: s
     (folder / "modules.json").write_text(json.dumps([*modules, change]))
     with pytest.raises(ModelError, match=message):
         make(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("modules.json", "[" * 100_000, "nested too deeply"),
+        ("modules.json", '[{"type": "x.Pooling", "path": "a\\u0000"}]', "cannot be read"),
+        ("modules.json", '{"type": "x"}', "no list of modules"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": "ask"}', "not one of its prompts"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": ["ask"]}', "not one of its prompts"),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode_max_tokens": true}',
+            "give pooler_config to choose another",
+        ),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode_mean_tokens": true, "include_prompt": false}',
+            "include_prompt=false",
+        ),
+    ],
+)
+def test_hostile_files_of_sentences(tmp_path: Path, file: str, text: str, message: str):
+    sentence_files(tmp_path, "mean_tokens")
+    if "include_prompt" in text:
+        (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"ask": "q: "}}')
+    (tmp_path / file).write_text(text)
+    source, model = (
+        ModelSource("folder", tmp_path, "m"),
+        load_model_config(find_model(str(encoder("Bert")[1]))),
+    )
+    with pytest.raises(ModelError, match=message) as caught:
+        pooling_settings(EngineConfig(model="m", runner="pooling"), source, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_pooling_can_be_chosen_where_the_files_ask_for_one_that_is_not_supported(tmp_path: Path):
+    sentence_files(tmp_path, "max_tokens")
+    config = EngineConfig(model="m", runner="pooling", pooler_config={"pooling_type": "cls"})
+    model = load_model_config(find_model(str(encoder("Bert")[1])))
+    found = pooling_settings(config, ModelSource("folder", tmp_path, "m"), model)
+    assert found is not None and found.pooling_type == "CLS"
 
 
 def test_missing_weights_are_named(tmp_path: Path):

@@ -94,9 +94,10 @@ def test_tool_calls_come_as_objects() -> None:
     template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
     assert render_chat(template, chat, {}) == '{"a": [1, "é"]}'
     assert call["function"]["arguments"] == '{"a": [1, "é"]}'
-    call["function"]["arguments"] = "{"
-    with pytest.raises(RequestError, match="not JSON"):
-        render_chat(template, chat, {})
+    for arguments in ("{", "[" * 100_000):  # the second is nested more deeply than Python reads
+        call["function"]["arguments"] = arguments
+        with pytest.raises(RequestError, match="not JSON"):
+            render_chat(template, chat, {})
 
 
 @pytest.mark.parametrize(
