@@ -28,6 +28,26 @@ _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # precisions: Q2_K keeps it above 0.95, while matrices trained apart lie near 0.
 _TIED_COSINE = 0.9
 _TIED_ROWS = 64
+# Keys that change what a layer computes, with the values that leave it as it is, and the architectures whose
+# reader heeds them. Converters write some of them for every model; llama.cpp ignores none of them where it
+# knows it, so that a file with another value is refused.
+_SCALED, _CAPPED, _LATENT = ("granite",), ("gemma2", "gemma3"), ("deepseek2",)
+_CHANGES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "attention.causal": ((True,), ()),
+    "attention.clamp_kqv": ((0,), ()),
+    "attention.max_alibi_bias": ((0,), ()),
+    "attention.scale": ((0,), _SCALED),
+    "embedding_scale": ((0, 1), _SCALED),
+    "residual_scale": ((0, 1), _SCALED),
+    "logit_scale": ((0, 1), _SCALED),
+    "attn_logit_softcapping": ((0,), _CAPPED),
+    "final_logit_softcapping": ((0,), _CAPPED),
+    "expert_shared_count": ((0,), _LATENT),
+    "expert_gating_func": ((0, 1), _LATENT),
+    "expert_weights_norm": ((True,), _LATENT),
+    "expert_weights_scale": ((0, 1), _LATENT),
+    "expert_group_count": ((0, 1), _LATENT),
+}
 
 
 @reads_metadata
@@ -78,12 +98,24 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         eos_token_ids=_eos(file),
         extra={k: v for k, v in file.metadata.items() if isinstance(v, (int, float, str))},
     )
+    _check_changes(file)
     config = family.refine(config, file)
     if file.get("{arch}.expert_count", 0) and config.moe is None:
         raise ModelError(
             f"{file.path}: GGUF architecture {arch!r} with experts is not supported: use a file without"
         )
     return config.with_windows(_windows(file, family))
+
+
+def _check_changes(file: GGUFFile) -> None:
+    """Refuse a file that asks for arithmetic which its architecture's reader takes no notice of."""
+    for key, (neutral, readers) in _CHANGES.items():
+        value = file.get(f"{{arch}}.{key}")
+        if value is not None and file.architecture not in readers and value not in neutral:
+            raise ModelError(
+                f"{file.path}: {key}={value!r} is not supported for GGUF architecture {file.architecture!r}: "
+                "use another model"
+            )
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, float | int]:

@@ -28,6 +28,8 @@ _MODES = {
     "mean": "MEAN",
     "cls": "CLS",
 }
+# llama.cpp's numbers: https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h
+_GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ def pooling_settings(config: EngineConfig, source: ModelSource, model: ModelConf
     given = _parsed(config.pooler_config)
     if source.kind == "folder":
         found = _from_files(source.path, found, given.get("pooling_type"))
+    elif (kind := _gguf_pooling(model)) is not None and "pooling_type" not in given:
+        if kind not in _GGUF_POOLING:
+            raise ModelError(
+                f"{source.name}: pooling_type {kind!r} is not supported: give pooler_config to choose one of "
+                f"{', '.join(POOLING_TYPES)}"
+            )
+        found = replace(found, pooling_type=_GGUF_POOLING[kind])
     return replace(
         found,
         pooling_type=given.get("pooling_type", found.pooling_type),
@@ -88,10 +97,16 @@ def _makes_embeddings(config: EngineConfig, source: ModelSource, model: ModelCon
     if config.runner == "pooling" or model.implementation == ENCODER:
         return True
     if source.kind != "folder":
-        return False
+        return _gguf_pooling(model) is not None
     names = [str(name) for name in model.extra.get("architectures") or ()]
     bare = bool(names) and names[0].endswith("Model") and not names[0].endswith("LMHeadModel")
     return bare or (source.path / "modules.json").is_file()
+
+
+def _gguf_pooling(model: ModelConfig) -> Any:
+    """What a GGUF file's metadata says of pooling, None where it makes texts."""
+    found = (value for key, value in model.extra.items() if key.endswith(".pooling_type"))
+    return next(found, None) or None
 
 
 def _parsed(given: dict[str, Any] | str | None) -> dict[str, Any]:

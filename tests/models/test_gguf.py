@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from octavo import LLM
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.gguf_config import generation_config_from_gguf, model_config_from_gguf
 from octavo.models.gguf_families import FAMILIES
@@ -23,8 +25,10 @@ from octavo.models.hf_config import model_config_from_folder
 from octavo.models.loader import iterate_weights, load_generation_config, load_model_config
 from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
+from octavo.models.pooling_config import pooling_settings
 from octavo.tokenization.tokenizer import load_tokenizer
 from tests import tiny
+from tests.tiny.gguf_writer import ARCHITECTURES
 
 CPU = torch.device("cpu")
 
@@ -352,3 +356,43 @@ def test_contexts_that_no_memory_holds_are_refused_before_anything_is_loaded(tmp
     (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": (1 << 31) - 1}))
     with pytest.raises(ConfigError, match="weights need"):
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "neutral", "other"),
+    [
+        ("llama", "attention__causal", True, False),
+        ("llama", "attention__clamp_kqv", 0.0, 8.0),
+        ("llama", "attention__scale", 0.0, 0.5),
+        ("qwen2", "logit_scale", 1.0, 0.5),
+        ("qwen2", "final_logit_softcapping", 0.0, 30.0),
+        ("mixtral", "expert_gating_func", 1, 2),
+        ("mixtral", "expert_weights_norm", True, False),
+        ("qwen3-moe", "expert_weights_scale", 1.0, 2.5),
+    ],
+)
+def test_arithmetic_that_a_family_does_not_do_is_refused(
+    tmp_path: Path, variant: str, key: str, neutral: Any, other: Any
+) -> None:
+    arch = ARCHITECTURES[tiny.reference(variant).config.model_type]
+    path = tmp_path / "m.gguf"
+    plain = model_config_from_gguf(GGUFFile(tiny.gguf_file(variant, path)))
+    same = model_config_from_gguf(GGUFFile(tiny.gguf_file(variant, path, **{f"{arch}__{key}": neutral})))
+    assert replace(same, extra=plain.extra) == plain
+    file = GGUFFile(tiny.gguf_file(variant, path, **{f"{arch}__{key}": other}))
+    with pytest.raises(ModelError, match=f"{key.replace('__', '.')}={other!r} is not supported"):
+        model_config_from_gguf(file)
+
+
+def test_pooling_type_makes_an_embedding_model(tmp_path: Path) -> None:
+    def settings(**metadata: Any) -> Any:
+        path = tiny.gguf_file("qwen3", tmp_path / "m.gguf", **metadata)
+        source = find_model(str(path))
+        return pooling_settings(EngineConfig(model=str(path)), source, load_model_config(source))
+
+    assert settings() is None
+    assert settings(qwen3__pooling_type=0) is None
+    for number, kind in ((1, "MEAN"), (2, "CLS"), (3, "LAST")):
+        assert settings(qwen3__pooling_type=number).pooling_type == kind
+    with pytest.raises(ModelError, match="pooling_type 4 is not supported"):
+        settings(qwen3__pooling_type=4)

@@ -47,7 +47,7 @@ def gguf_file(
         qtype: GGML's name of the matrices' encoding (what `gguf.quants.quantize` knows); vectors are F32.
         single_experts: store each expert's matrices apart, as llama.cpp did in its first months of Mixtral.
         whole_kv_b: store latent attention's kv_b in one, and no sizes of the cache, as until May 2025.
-        metadata: further string, int or float keys, `.` written as `__`.
+        metadata: further string, int, float or bool keys, `.` written as `__`.
     """
     import gguf
 
@@ -91,8 +91,10 @@ def gguf_file(
     _add_rope(writer, rope, dim)
     _add_vocabulary(writer)
     for key, value in metadata.items():
-        add_value = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add_value(key.replace("__", "."), value)
+        kinds = {
+            str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool
+        }  # fmt: skip
+        kinds[type(value)](key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(
         next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), config.num_hidden_layers
     )
