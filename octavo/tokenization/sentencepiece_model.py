@@ -16,7 +16,7 @@ from pathlib import Path
 from octavo.errors import ModelError
 
 MAX_FILE_BYTES = 256 << 20
-MAX_PIECES = 4 << 20
+MAX_PIECES = 1 << 20
 
 
 class TokenType(IntEnum):
@@ -218,6 +218,10 @@ def _check(model: SentencePieceModel) -> None:
         raise _Malformed(f"its kind is {_KINDS.get(model.kind, model.kind)}, not unigram or BPE")
     if not 0 <= model.unk_id < len(model.tokens):
         raise _Malformed(f"its unknown token has the id {model.unk_id}")
+    if model.types[model.unk_id] != TokenType.UNKNOWN:  # as sentencepiece itself: "unk is not defined"
+        raise _Malformed(
+            f"its token {model.unk_id}, {model.tokens[model.unk_id][:40]!r}, is not the unknown one"
+        )
     if model.whitespace_as_suffix:
         raise _Malformed("it puts whitespace after words, which is not supported")
     seen = set(model.tokens)

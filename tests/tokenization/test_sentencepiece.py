@@ -277,6 +277,7 @@ HOSTILE = {
     "text": b"this is not a protobuf at all, it is text",
     "tiktoken": b"IQ== 0\nIg== 1\n" * 50,
     "a length beyond the end": b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
+    "no unknown token": b"\x0a\x03\x0a\x01a",
     "an endless number": b"\x08" + b"\xff" * 50,
     "group": b"\x0b\x0c",
     "no pieces": _field(2, _field(3, 2)),
