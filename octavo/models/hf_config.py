@@ -174,7 +174,7 @@ def _ropes(
         local = _rope(given, raw, family.local_theta(raw), head_dim, positions, where)
     if not family.partial_rotary and min(full.dim, local.dim) < head_dim:
         raise ModelError(
-            f"{where}: partial_rotary_factor is not supported for {raw.get('model_type')}, where other "
+            f"{where}: partial_rotary_factor is not supported for {raw['architectures'][0]}, where other "
             "implementations take no notice of it: remove it if the model turns whole heads"
         )
     return full, None if local == full else local

@@ -188,8 +188,6 @@ def test_old_and_new_rope_fields_mean_the_same(old: dict[str, Any], new: dict[st
 def test_rope_defaults() -> None:
     plain = config_of()
     assert (plain.rope.kind, plain.rope.theta, plain.rope.dim, plain.rope.params) == ("default", 1e4, 16, {})
-    partial = config_of(partial_rotary_factor=0.5)
-    assert partial.rope.dim == 8
     dynamic = config_of(rope_scaling={"type": "dynamic", "factor": 2.0})
     assert dynamic.rope.params["original_max_position_embeddings"] == 4096
 
