@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
 help:
 	@echo "make demo       fetch the default model and answer a prompt (PROMPT='...')"
-	@echo "make test       lint, types and tests (under 12 minutes on 2 cores)"
+	@echo "make test       lint, types and tests (under 25 minutes on 2 cores)"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make lint       mend what can be mended, then lint and types"
 	@echo "make bench      throughput and latency of the default model on this machine"

@@ -107,7 +107,7 @@ def test_a_line_that_is_no_request_gets_an_error_and_stops_nothing(files):
         b"\xff\xfe",
         {"custom_id": "no-url", "body": {}},
         {"url": TEXTS, "body": {}},
-        line("wrong-url", "/v1/embeddings"),
+        line("wrong-url", "/v1/images"),
         {**line("get"), "method": "GET"},
         line("stream", stream=True),
         line("big", prompt="x" * 3000),
@@ -126,7 +126,7 @@ def test_a_line_that_is_no_request_gets_an_error_and_stops_nothing(files):
     assert "None: line 4" in told
     assert "no-url: line 5: url is missing" in told
     assert "None: line 6: custom_id is missing" in told
-    assert "wrong-url: line 7: url '/v1/embeddings' is none of /v1/chat/completions, /v1/completions" in told
+    assert "wrong-url: line 7: url '/v1/images' is none of /v1/chat/completions, /v1/completions" in told
     assert "get: line 8: method 'GET' is not POST" in told
     assert "big: line 10 is larger than 2000 bytes" in told
     duplicate = next(r for r in errors if r["custom_id"] == "first")
