@@ -52,7 +52,10 @@ class TritonLatentAttention(LatentBackend):
         tile = kernels.decode_tile(self.num_heads, getattr(torch, self.fmt.dtype), shared_memory(device))
         programs = requests * ceil_div(max_rows * self.num_heads, tile.lanes)
         # A tile's vectors fill most of a multiprocessor's shared memory: one or two programs fit.
-        splits = choose_splits(programs, meta.max_seq_len, multiprocessors(device), 8 // tile.warps)
+        at_once = 8 // tile.warps
+        splits = choose_splits(
+            programs, meta.max_seq_len, multiprocessors(device), at_once, kernels.MIN_CHUNK
+        )
         size = kernels.latent_workspace_size(requests, self.num_heads, max_rows, self.kv_rank, splits)
         return _Decode(first, last, max_rows, splits, workspace(device).reserve(size)[0])
 

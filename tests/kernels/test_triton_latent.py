@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton import attention
 from octavo.kernels.triton import latent as kernels
 from octavo.kv.format import KVFormat
 from octavo.layers import latent_attention_triton
@@ -21,7 +20,7 @@ TOLERANCE = {"float32": 2e-6, "float16": 2e-3}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that tiny batches need several of them, and splits of them."""
-    monkeypatch.setattr(attention, "MIN_CHUNK", 16)
+    monkeypatch.setattr(kernels, "MIN_CHUNK", 16)
     monkeypatch.setattr(kernels, "decode_tile", lambda *args: kernels.LatentTile(16, 16, 1, 4))
     monkeypatch.setattr(kernels, "prefill_tile", lambda *args: kernels.LatentTile(16, 16, 1, 4))
 

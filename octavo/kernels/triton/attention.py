@@ -346,7 +346,13 @@ MIN_CHUNK = 512
 MAX_SPLITS = 64
 
 
-def choose_splits(programs: int, max_context: int, multiprocessors: int, per_multiprocessor: int = 2) -> int:
+def choose_splits(
+    programs: int,
+    max_context: int,
+    multiprocessors: int,
+    per_multiprocessor: int = 2,
+    min_chunk: int | None = None,
+) -> int:
     """Into how many pieces a context is split, from what the host knows.
 
     The smallest number whose last wave of programs is nearly full: within 15% of the best filling.
@@ -356,9 +362,12 @@ def choose_splits(programs: int, max_context: int, multiprocessors: int, per_mul
         max_context: upper bound of the context (of the window, where there is one).
         multiprocessors: of the device.
         per_multiprocessor: programs that run on one at a time.
+        min_chunk: positions of the shortest split that pays; None: `MIN_CHUNK`.
     """
     slots = multiprocessors * per_multiprocessor
-    most = max(1, min(-(-max_context // MIN_CHUNK), MAX_SPLITS, max(4, slots // max(programs, 1))))
+    most = max(
+        1, min(-(-max_context // (min_chunk or MIN_CHUNK)), MAX_SPLITS, max(4, slots // max(programs, 1)))
+    )
     filling = [programs * s / slots / -(-programs * s // slots) for s in range(1, most + 1)]
     best = max(filling)
     return next(s for s, f in enumerate(filling, 1) if f >= 0.85 * best)

@@ -21,6 +21,10 @@ import triton.language as tl
 from octavo.kernels.triton import attention
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2
 
+# Positions of the shortest split: one program reads a latent vector for all heads, so that short splits pay
+# sooner than in `attention` (on an H200, one request of 4096 tokens: 13 µs at 64, 16 at 128, 33 at 512).
+MIN_CHUNK = 64
+
 
 @triton.jit
 def _load_query(
@@ -321,10 +325,16 @@ _WIDE_TILE = 217 << 10
 
 def decode_tile(heads: int, dtype: torch.dtype, shared: int) -> LatentTile:
     """Tile of the decode kernel: heads in groups of 16, or of 64 (the height of Hopper's own products)
-    where there are that many and the multiprocessor's `shared` memory holds it."""
+    where there are that many and the multiprocessor's `shared` memory holds it.
+
+    Measured on an H200, 16 heads over contexts of 4096: 64 positions against 32 are 1.2 times as fast for one
+    request and 1.1 for 32.
+    """
     if dtype == torch.float32:
         return LatentTile(16, 16, 1, 8)
-    return LatentTile(64, 64, 2, 8) if heads >= 64 and shared >= _WIDE_TILE else LatentTile(16, 32, 3, 4)
+    if shared < _WIDE_TILE:
+        return LatentTile(16, 32, 3, 4)
+    return LatentTile(64, 64, 2, 8) if heads >= 64 else LatentTile(16, 64, 2, 8)
 
 
 def prefill_tile(heads: int, dtype: torch.dtype, shared: int) -> LatentTile:
@@ -389,7 +399,7 @@ def latent_decode(
     shape = tile or decode_tile(heads, q.dtype, attention.shared_memory(q.device))
     lanes = max_rows * heads
     requests = num_requests - first_request
-    min_chunk = ceil_div(attention.MIN_CHUNK, shape.positions) * shape.positions
+    min_chunk = ceil_div(MIN_CHUNK, shape.positions) * shape.positions
     _latent_decode(
         (ceil_div(lanes, shape.lanes), requests, splits),
         (q, cache, out, query_start, seq_lens, block_table, partials),
