@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from octavo.errors import RequestError
 from octavo.outputs import EmbeddingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.server.errors import bad_request
@@ -36,14 +37,18 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, request_id
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     name = f"embd-{body.request_id or request_id or new_request_id()}"
-    outputs = await _all(
-        [
-            service.engine.embed(
-                prompt, params, f"{name}-{i}", prompt_name=body.prompt_name, priority=body.priority or 0
-            )
-            for i, prompt in enumerate(_prompts(service, body))
-        ]
-    )
+    calls = [
+        service.engine.embed(
+            prompt, params, f"{name}-{i}", prompt_name=body.prompt_name, priority=body.priority or 0
+        )
+        for i, prompt in enumerate(_prompts(service, body))
+    ]
+    try:
+        outputs = await _all(calls)
+    except RequestError as error:
+        if error.param == "prompt":  # what the engine calls it
+            raise bad_request(str(error), "input") from None
+        raise
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     answer = EmbeddingResponse(

@@ -49,7 +49,7 @@ def test_the_official_client(server: Running) -> None:
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": ["a"] * 1025}, "input"),
-        ({"input": [[97], []]}, "prompt"),
+        ({"input": [[97], []]}, "input"),
     ],
 )
 def test_what_is_wrong_is_named(server: Running, body: dict, param: str) -> None:
