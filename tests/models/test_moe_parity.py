@@ -11,12 +11,12 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.kernels import ops
 from octavo.models.interface import CausalLM
-from octavo.models.loader import iterate_weights, load_model_config
+from octavo.models.loader import load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import find_model
 from octavo.parallel.state import use_group
 from tests import tiny
-from tests.models.paged import PagedRun
+from tests.models.parity import check, read
 from tests.parallel.threads import on_ranks
 
 FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen3-moe-sparse", "qwen2-moe", "olmoe"]
@@ -34,26 +34,6 @@ def one_thread():
 def build(path: Path) -> CausalLM:
     config = load_model_config(find_model(str(path)))
     return build_model(config, dtype=torch.float32, device="cpu", max_model_len=tiny.CONTEXT, block_size=8)
-
-
-def read(path: Path, load_format: str = "auto") -> CausalLM:
-    model, source = build(path), find_model(str(path))
-    targets = load_targets(model)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    weights = iterate_weights(
-        source, model.config, targets, load_format, torch.float32, "cpu", progress=False
-    )
-    load_weights(model, weights)
-    return model
-
-
-def check(model: CausalLM, variant: str, chunk: int = 1000) -> None:
-    run = PagedRun(model, len(tiny.PROMPTS), 112)
-    for got, prompt in zip(run.prompts(tiny.PROMPTS, chunk), tiny.PROMPTS, strict=True):
-        want = tiny.logits(variant, prompt)
-        assert (got - want).abs().max() < 1e-4
-        assert want.std() > 1
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
