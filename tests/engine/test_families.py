@@ -7,6 +7,7 @@ import pytest
 from octavo.kv.capacity import request_blocks
 from octavo.kv.groups import page_bytes
 from tests import tiny
+from tests.engine.closeness import bfloat16_errors
 from tests.engine.test_llm_parity import expected, generate, make
 
 VARIANTS = sorted(tiny.VARIANTS)
@@ -38,3 +39,11 @@ def test_preemption_changes_nothing(variant):
         assert generate(llm, tiny.PROMPTS[::-1]) == expected(variant)[::-1]
         assert llm.stats().num_preemptions > 0
         assert llm.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_is_about_as_close_as_transformers(variant):
+    """A choice between experts that falls otherwise counts as much as many roundings: hence twice."""
+    with make(variant, dtype="bfloat16") as llm:
+        rms, rms_theirs = bfloat16_errors(llm, variant, "cpu")
+    assert rms <= 2 * rms_theirs

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.outputs import RequestOutput
 from tests import tiny
+from tests.engine.closeness import SCORED, bfloat16_errors, chosen, logprobs_of
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
-SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
 def make(variant: str, **settings) -> LLM:
@@ -22,15 +21,6 @@ def make(variant: str, **settings) -> LLM:
         max_num_seqs=16, kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=256,
     ) | settings  # fmt: skip
     return LLM(str(tiny.checkpoint(variant)), **values)
-
-
-def logprobs_of(output: RequestOutput, prompt: list[int]) -> torch.Tensor:
-    """Log-probability of each prompt token but the first."""
-    return torch.tensor([e[t].logprob for e, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
-
-
-def chosen(logits: torch.Tensor, prompt: list[int]) -> torch.Tensor:
-    return logits.float().log_softmax(-1)[:-1].cpu().gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("variant", sorted(tiny.VARIANTS))
@@ -47,17 +37,8 @@ def test_float32_equals_transformers(variant):
 @pytest.mark.parametrize("variant", sorted(tiny.VARIANTS))
 def test_bfloat16_is_as_close_as_transformers(variant):
     """Errors against float32 stay within 1.5 times those of Transformers' own bfloat16."""
-    peer = tiny.build(variant).to("cuda", torch.bfloat16)
     with make(variant, dtype="bfloat16") as llm:
-        scored = llm.generate(tiny.PROMPTS, SCORED, use_tqdm=False)
-    ours, theirs = [], []
-    for prompt, output in zip(tiny.PROMPTS, scored, strict=True):
-        exact = chosen(tiny.logits(variant, prompt), prompt)
-        with torch.no_grad():
-            theirs.append(chosen(peer(torch.tensor([prompt], device="cuda")).logits[0], prompt) - exact)
-        ours.append(logprobs_of(output, prompt) - exact)
-    rms, rms_theirs = (torch.cat(errors).square().mean().sqrt() for errors in (ours, theirs))
-    print(f"{variant:16} rms error {rms:.4f}, Transformers' {rms_theirs:.4f}")
+        rms, rms_theirs = bfloat16_errors(llm, variant, "cuda")
     assert rms <= 1.5 * rms_theirs
 
 
