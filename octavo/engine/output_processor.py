@@ -80,10 +80,6 @@ class OutputProcessor:
             return []
         return [c.core_id for c in live.choices if self._by_core_id.pop(c.core_id, None)]
 
-    def live_ids(self) -> list[str]:
-        """Ids of the requests under way."""
-        return list(self._live)
-
     def process(
         self, outputs: Iterable[CoreOutput]
     ) -> tuple[list[tuple[RequestOutput, str | None]], list[str]]:

@@ -58,7 +58,31 @@ class AttentionMetadata:
     plan: object = None
 
 
-class AttentionBackend(ABC):
+class PagedBackend(ABC):  # noqa: B024 (what is abstract differs between kinds of attention)
+    """What any attention over a paged cache does once per step, for all layers of a KV group.
+
+    Attributes:
+        name: for settings and the log.
+        recordable: whether its steps can be part of a device graph; one that says so overrides the
+            hooks of capture and replay.
+    """
+
+    name: str
+    recordable: bool = False
+
+    def plan(self, meta: AttentionMetadata) -> None:  # noqa: B027 (optional hook)
+        """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""
+
+    def prepare_capture(self, meta: AttentionMetadata) -> None:
+        """Make `meta` safe to record in a device graph (fixed shapes and addresses)."""
+        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
+
+    def prepare_replay(self, meta: AttentionMetadata) -> None:
+        """Refresh what a recorded graph reads, before it is replayed on `meta`."""
+        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
+
+
+class AttentionBackend(PagedBackend):
     """How attention over the paged cache is computed on one kind of device.
 
     The cache of a layer is `[num_blocks, 2, num_kv_heads, block_size, head_dim]` (`KVFormat`).
@@ -76,8 +100,6 @@ class AttentionBackend(ABC):
             (Gemma 2, arXiv 2408.00118); None: they stay.
     """
 
-    name: str
-
     def __init__(
         self,
         num_heads: int,
@@ -91,9 +113,6 @@ class AttentionBackend(ABC):
         self.scale = scale
         self.sliding_window = sliding_window
         self.softcap = softcap
-
-    def plan(self, meta: AttentionMetadata) -> None:  # noqa: B027 (optional hook)
-        """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""
 
     @abstractmethod
     def write_kv(
@@ -140,14 +159,6 @@ class AttentionBackend(ABC):
 
         KV of this step's rows is already in the cache. Returns `[rows, num_heads, head_dim]`.
         """
-
-    def prepare_capture(self, meta: AttentionMetadata) -> None:
-        """Make `meta` safe to record in a device graph (fixed shapes and addresses)."""
-        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
-
-    def prepare_replay(self, meta: AttentionMetadata) -> None:
-        """Refresh what a recorded graph reads, before it is replayed on `meta`."""
-        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
 
 
 class TorchAttention(AttentionBackend):

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import AttentionBackend, AttentionMetadata
+from octavo.layers.attention import AttentionBackend, AttentionMetadata, PagedBackend
 from octavo.layers.backends import backend_class
 from octavo.layers.layer import BuildContext, Layer, divide
 from octavo.layers.linear import local_kv_heads
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
-
-
-class Planner(Protocol):
-    """What is done once per step for all layers of a KV group (see `AttentionBackend`)."""
-
-    name: str
-
-    def plan(self, meta: AttentionMetadata) -> None:
-        """Prepare the step's schedule (fills `meta.plan`)."""
-
-    def prepare_capture(self, meta: AttentionMetadata) -> None:
-        """Make `meta` safe to record in a device graph."""
-
-    def prepare_replay(self, meta: AttentionMetadata) -> None:
-        """Refresh what a recorded graph reads, before it is replayed on `meta`."""
 
 
 class CachedLayer(Layer):
@@ -44,7 +28,7 @@ class CachedLayer(Layer):
     fmt: KVFormat
     sliding_window: int | None = None
     kv_group: int = 0
-    backend: Planner
+    backend: PagedBackend
 
 
 class Attention(CachedLayer):

@@ -94,6 +94,7 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
+    recordable = True
 
     def __init__(
         self,

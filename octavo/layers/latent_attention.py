@@ -8,7 +8,7 @@ in the latent space. Backends read the same paged cache and metadata as ordinary
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels import reference_latent
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention import AttentionMetadata, PagedBackend
 from octavo.layers.attention_layer import CachedLayer
 from octavo.layers.latent_attention_linear import LatentUpProjection
 from octavo.layers.layer import BuildContext, divide
@@ -25,7 +25,7 @@ from octavo.layers.rotary import RotaryEmbedding
 from octavo.models.config import LatentConfig
 
 
-class LatentBackend(ABC):
+class LatentBackend(PagedBackend):
     """How latent attention over the paged cache is computed on one kind of device.
 
     The cache of a layer is `[num_blocks, 1, 1, block_size, kv_rank + rope_dim]` (`KVFormat.latent`). A
@@ -38,16 +38,11 @@ class LatentBackend(ABC):
         scale: factor of the scores.
     """
 
-    name: str
-
     def __init__(self, num_heads: int, fmt: KVFormat, kv_rank: int, scale: float):
         self.num_heads = num_heads
         self.fmt = fmt
         self.kv_rank = kv_rank
         self.scale = scale
-
-    def plan(self, meta: AttentionMetadata) -> None:  # noqa: B027 (optional hook)
-        """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""
 
     @abstractmethod
     def rotate_and_write(
@@ -69,14 +64,6 @@ class LatentBackend(ABC):
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Causal attention of rows `q` (`[rows, num_heads, kv_rank + rope_dim]`) over their contexts, whose
         vectors are in the cache, this step's included. Returns `[rows, num_heads, kv_rank]`."""
-
-    def prepare_capture(self, meta: AttentionMetadata) -> None:
-        """Make `meta` safe to record in a device graph (fixed shapes and addresses)."""
-        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
-
-    def prepare_replay(self, meta: AttentionMetadata) -> None:
-        """Refresh what a recorded graph reads, before it is replayed on `meta`."""
-        raise NotImplementedError(f"{self.name} attention cannot be captured in a graph")
 
 
 class TorchLatentAttention(LatentBackend):

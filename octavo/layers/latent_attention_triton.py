@@ -45,6 +45,7 @@ class TritonLatentAttention(LatentBackend):
     """
 
     name = "triton"
+    recordable = True
 
     def _decode(self, meta: AttentionMetadata, first: int, last: int, max_query_len: int) -> _Decode:
         device = meta.seq_lens.device

@@ -10,8 +10,8 @@ from torch import nn
 
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers
-from octavo.layers.attention import AttentionMetadata
-from octavo.layers.attention_layer import CachedLayer, Planner
+from octavo.layers.attention import AttentionMetadata, PagedBackend
+from octavo.layers.attention_layer import CachedLayer
 from octavo.layers.layer import LoadTarget
 from octavo.models.aliases import AliasTargets, with_prefix
 from octavo.models.config import ModelConfig
@@ -25,7 +25,7 @@ class CausalLM(nn.Module, ABC):
     """
 
     config: ModelConfig
-    _planners: Sequence[Planner] = ()
+    _planners: Sequence[PagedBackend] = ()
 
     @abstractmethod
     def forward(
@@ -57,6 +57,9 @@ class CausalLM(nn.Module, ABC):
 
     def why_no_graphs(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why steps of this model cannot be recorded as device graphs; None: they can."""
+        for planner in self._planners:
+            if not planner.recordable:
+                return f"{planner.name} attention cannot be captured in a graph"
         return None
 
     def attention_layers(self) -> list[CachedLayer]:

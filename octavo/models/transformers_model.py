@@ -110,7 +110,7 @@ class TransformersForCausalLM(CausalLM):
     def why_no_graphs(self, dtype: torch.dtype, device: torch.device) -> str | None:
         if self.has_experts and not _grouped_products_stay_on_device(dtype, device):
             return f"the experts of transformers wait for the device in {dtype}"
-        return None
+        return super().why_no_graphs(dtype, device)
 
     # ---- construction ---------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class DecodeGraphs:
         recorded = self._graphs.get(size)
         if recorded is not None:
             graph, logits, tokens = recorded
+            self._model.prepare_replay(inputs.meta)
             graph.replay()
             return logits, tokens
         for meta in inputs.meta:

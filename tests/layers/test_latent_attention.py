@@ -173,6 +173,7 @@ def test_plain_backend_cannot_be_recorded():
     for method in (plain.prepare_capture, plain.prepare_replay):
         with pytest.raises(NotImplementedError, match="torch attention cannot be captured"):
             method(meta)
+    assert not plain.recordable
 
 
 @pytest.mark.skipif(not ops.available(), reason=ops.why_not())

@@ -13,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -330,7 +331,7 @@ class Evil:
         return os.system, ("touch " + str(TRACE),)
 
 
-TRACE = Path(f"/tmp/octavo-test-trace-{os.getpid()}")
+TRACE = Path(tempfile.gettempdir()) / f"octavo-test-trace-{os.getpid()}"
 
 
 @pytest.fixture(autouse=True)

@@ -101,3 +101,12 @@ def test_layers_get_their_windows_and_groups(windows: tuple[int | None, ...]):
     for number, group in enumerate(model.kv_groups()):
         for index in group.layers:
             assert layers[index].kv_group == number
+
+
+def test_only_what_can_be_recorded_is():
+    device = torch.device("cpu")
+    assert "torch attention cannot be captured" in str(build().why_no_graphs(torch.float32, device))
+    model = build()
+    for layer in model.attention_layers():
+        layer.backend.recordable = True
+    assert model.why_no_graphs(torch.float32, device) is None

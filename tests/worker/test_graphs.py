@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.models.interface import CausalLM
 from octavo.worker import model_runner, worker
 from octavo.worker.graphs import DecodeGraphs, graph_sizes
 from octavo.worker.input_batch import StepInputs
@@ -47,6 +48,7 @@ def replayed(monkeypatch) -> list[int]:
         return Replay(self, inputs, logits, tokens), logits, tokens
 
     monkeypatch.setattr(DecodeGraphs, "_record", record)
+    monkeypatch.setattr(CausalLM, "prepare_replay", lambda self, meta: None)
 
     def make(*args: Any, **settings: Any) -> model_runner.ModelRunner:
         return model_runner.ModelRunner(*args, **(settings | {"use_graphs": True}))
