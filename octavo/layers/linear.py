@@ -169,16 +169,20 @@ class RowParallelLinear(Layer):
     """One matrix, split by input columns; the ranks' results are added.
 
     Takes this rank's `[rows, in_features / ranks]`, returns the full `[rows, out_features]`.
+
+    Args:
+        reduce_results: False leaves the addition over the ranks to the caller.
     """
 
     method: LinearMethod
     group: TensorParallelGroup
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, reduce_results: bool = True):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = bias
+        self.reduce_results = reduce_results
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group
@@ -206,4 +210,5 @@ class RowParallelLinear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # One rank adds the bias, or the sum would hold it once per rank.
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(self.method.apply(self, x, bias))
+        out = self.method.apply(self, x, bias)
+        return self.group.all_reduce(out) if self.reduce_results else out

@@ -111,13 +111,6 @@ class Experts(Layer):
         return self.method.apply(self, x, weights, experts)
 
 
-class _PartialRowParallelLinear(RowParallelLinear):
-    """Leaves the addition of the ranks' results to its caller."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self, x, self.bias if self.group.rank == 0 else None)
-
-
 class SharedExperts(nn.Module):
     """The feed-forward that every row visits; its result is to be added over the ranks."""
 
@@ -126,7 +119,7 @@ class SharedExperts(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, {"gate_proj": inner_size, "up_proj": inner_size}
         )
-        self.down_proj = _PartialRowParallelLinear(inner_size, hidden_size)
+        self.down_proj = RowParallelLinear(inner_size, hidden_size, reduce_results=False)
         self.act = gated_activation(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
