@@ -42,6 +42,8 @@ class AttentionMetadata:
         prompts: (request, first row, rows) of the requests with more than one row, if all of these are
             whole prompts (their rows are their contexts) of at least `LONG_PROMPT` tokens; a hint, () is
             always right.
+        wanted_rows: int64 `[m]`, the rows whose hidden states the step reads, in order: a model returns
+            these alone; None: all. Stands in the first KV group's entry.
         plan: whatever the backend's `plan` prepared for this step.
     """
 
@@ -55,6 +57,7 @@ class AttentionMetadata:
     max_seq_len: int
     num_decodes: int = 0
     prompts: tuple[tuple[int, int, int], ...] = ()
+    wanted_rows: torch.Tensor | None = None
     plan: object = None
 
 

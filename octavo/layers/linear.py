@@ -14,7 +14,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.layers.layer import BuildContext, Layer, LoadTarget, copy_into, divide, empty_parameter, sibling
 from octavo.parallel.state import TensorParallelGroup
-from octavo.quantization.linear_method import LinearMethod, Shard
+from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod, Shard
 
 
 class MergedColumnParallelLinear(Layer):
@@ -96,6 +96,21 @@ class MergedColumnParallelLinear(Layer):
         """`[rows, in_features]` to this rank's `[rows, sum of local part sizes]`."""
         return self.method.apply(self, x, self.bias)
 
+    def gated(self, act: GatedActivation, x: torch.Tensor) -> torch.Tensor:
+        """`act(self(x))`, in one kernel where there is one."""
+        return self.method.apply_gated(self, x, self.bias, act)
+
+    def after(
+        self,
+        norm: AddingNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        act: GatedActivation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`self` (with `act`, `self.gated`) of `norm.add(x, residual)`, and the stream that `add` returns:
+        in one kernel where there is one."""
+        return self.method.apply_after(self, norm, x, residual, self.bias, act)
+
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """One matrix, split by output rows: `[rows, in_features]` to `[rows, out_features / ranks]`."""
@@ -141,7 +156,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project `[rows, hidden_size]`: `[rows, local heads, head_dim]` of q, k and v (views)."""
-        q, k, v = self(x).unflatten(-1, (-1, self.head_dim)).split(self.local_heads, dim=1)
+        return self.heads(self(x))
+
+    def heads(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of a projection's q, k and v."""
+        q, k, v = product.unflatten(-1, (-1, self.head_dim)).split(self.local_heads, dim=1)
         return q, k, v
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:

@@ -16,6 +16,7 @@ from octavo.layers.activation import gated_activation
 from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide
 from octavo.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from octavo.layers.router import Router, in_block
+from octavo.layers.sublayer import Sublayer
 from octavo.models.config import MoEConfig
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, Matrix
@@ -123,10 +124,10 @@ class SharedExperts(nn.Module):
         self.act = gated_activation(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.gated(self.act, x))
 
 
-class MoE(nn.Module):
+class MoE(Sublayer):
     """Router, routed experts and, where the config has them, shared experts.
 
     Args:

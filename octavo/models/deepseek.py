@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.latent_attention import LatentAttention
@@ -20,6 +19,7 @@ from octavo.layers.linear import RowParallelLinear
 from octavo.layers.moe import MoE
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.layers.sublayer import Sublayer
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from octavo.models.targets import Targets, left_out
@@ -27,7 +27,7 @@ from octavo.models.targets import Targets, left_out
 _LATENT_EPS = 1e-6  # of the norms of compressed queries and KV, whatever the config's rms_norm_eps
 
 
-class DeepseekAttention(nn.Module):
+class DeepseekAttention(Sublayer):
     """Multi-head latent self-attention."""
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding):
@@ -59,10 +59,10 @@ class DeepseekAttention(nn.Module):
 class DeepseekDecoderLayer(LlamaDecoderLayer):
     """Latent attention, and experts in the layers that have them."""
 
-    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> nn.Module:
+    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> Sublayer:
         return DeepseekAttention(config, rotary)
 
-    def feed_forward(self, config: ModelConfig, layer: int) -> nn.Module:
+    def feed_forward(self, config: ModelConfig, layer: int) -> Sublayer:
         if config.moe is None or layer not in config.moe.layers:
             return LlamaMLP(config)
         return MoE(config.hidden_size, config.moe, config.hidden_act, float32_router=True)

@@ -36,7 +36,9 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
         meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, positions, cache, meta))
+        x = self.self_attn(x, positions, cache, meta)
+        x, residual = self.narrow(x, meta), self.narrow(residual, meta)
+        x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
@@ -49,6 +51,8 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
 class Gemma3ForConditionalGeneration(CausalLM):
     """Gemma 3 out of a checkpoint that also has a vision tower, which is left out: text alone."""
+
+    narrows = True
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -33,6 +33,7 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, positions, cache, meta) * self.scale
+        x, residual = self.narrow(x, meta), self.narrow(residual, meta)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x) * self.scale, residual
 

@@ -22,9 +22,13 @@ class CausalLM(nn.Module, ABC):
     """A decoder that maps rows of a ragged batch to hidden states, and those to logits.
 
     Its constructor takes a `ModelConfig` alone; `octavo.models.loading` makes its parameters.
+
+    Attributes:
+        narrows: whether it minds `AttentionMetadata.wanted_rows`, and so returns only the rows wanted.
     """
 
     config: ModelConfig
+    narrows: bool = False
     _planners: Sequence[PagedBackend] = ()
 
     @abstractmethod
@@ -35,7 +39,8 @@ class CausalLM(nn.Module, ABC):
         kv_caches: list[torch.Tensor],
         meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        """Hidden states after the final norm, `[rows, hidden_size]` in the model's dtype.
+        """Hidden states after the final norm, `[rows, hidden_size]` in the model's dtype: of all rows, or of
+        those wanted.
 
         Call `plan_attention(meta)` first, once per step.
 

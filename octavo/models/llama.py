@@ -8,6 +8,7 @@ residual stream travels beside the hidden states, so that each addition fuses wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,10 @@ from octavo.layers.embedding import LMHead, VocabEmbedding
 from octavo.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.layers.sublayer import DecoderLayer, Sublayer
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
+from octavo.quantization.linear_method import AddingNorm
 
 
 def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
@@ -29,7 +32,7 @@ def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
     return RMSNorm(size or config.hidden_size, config.rms_norm_eps, config.norm_offset)
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Sublayer):
     """Grouped-query self-attention.
 
     Args:
@@ -62,11 +65,28 @@ class LlamaAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, meta: Sequence[AttentionMetadata]
     ) -> torch.Tensor:
-        q, k, v = self.qkv_proj.split(x)
+        return self.attend(*self.qkv_proj.split(x), positions, cache, meta)
+
+    def after(
+        self, norm: AddingNorm, x: torch.Tensor, residual: torch.Tensor | None, *inputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        product, residual = self.qkv_proj.after(norm, x, residual)
+        return self.attend(*self.qkv_proj.heads(product), *inputs), residual
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: Sequence[AttentionMetadata],
+    ) -> torch.Tensor:
+        """From projected heads (`[rows, heads, head_dim]`) to what is added to the stream."""
         return self.o_proj(self.attn(q, k, v, positions, cache, meta))
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(Sublayer):
     """Gated feed-forward (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig):
@@ -79,10 +99,16 @@ class LlamaMLP(nn.Module):
         self.act = gated_activation(config.hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.gated(self.act, x))
+
+    def after(
+        self, norm: AddingNorm, x: torch.Tensor, residual: torch.Tensor | None, *inputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.gate_up_proj.after(norm, x, residual, self.act)
+        return self.down_proj(x), residual
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(DecoderLayer):
     """Attention and feed-forward, each normalized before and added to the stream.
 
     A family that differs overrides `attention` or `feed_forward`, which make the two, or `forward`.
@@ -95,11 +121,11 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = rms_norm(config)
         self.mlp = self.feed_forward(config, layer)
 
-    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> nn.Module:
+    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> Sublayer:
         """The attention of a layer."""
         return LlamaAttention(config, layer, rotary)
 
-    def feed_forward(self, config: ModelConfig, layer: int) -> nn.Module:
+    def feed_forward(self, config: ModelConfig, layer: int) -> Sublayer:
         """The feed-forward of a layer: `[rows, hidden_size]` to the same."""
         return LlamaMLP(config)
 
@@ -111,16 +137,15 @@ class LlamaDecoderLayer(nn.Module):
         cache: torch.Tensor,
         meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cache, meta)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn.after(self.input_layernorm, x, residual, positions, cache, meta)
+        x, residual = self.narrow(x, meta), self.narrow(residual, meta)
+        return self.mlp.after(self.post_attention_layernorm, x, residual)
 
 
 class LlamaModel(nn.Module):
     """Embedding, decoder layers, final norm; `decoder_layer` is the family's."""
 
-    def __init__(self, config: ModelConfig, decoder_layer: type[nn.Module] = LlamaDecoderLayer):
+    def __init__(self, config: ModelConfig, decoder_layer: type[DecoderLayer] = LlamaDecoderLayer):
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         positions = config.max_position_embeddings
@@ -131,6 +156,7 @@ class LlamaModel(nn.Module):
             decoder_layer(config, layer, self.rotary_emb if window is None else local)
             for layer, window in enumerate(config.layer_windows)
         )
+        self.layers[-1].is_last = True  # type: ignore[assignment]
         self.norm: RMSNorm | LayerNorm = rms_norm(config)
 
     def forward(
@@ -150,7 +176,8 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """The decoder with its output head; `decoder_layer` is the family's."""
 
-    decoder_layer: type[nn.Module] = LlamaDecoderLayer
+    decoder_layer: type[DecoderLayer] = LlamaDecoderLayer
+    narrows = True
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from octavo.layers.moe import MoE
+from octavo.layers.sublayer import Sublayer
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
@@ -12,7 +11,7 @@ from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 class MixtralDecoderLayer(LlamaDecoderLayer):
     """Llama's, with experts."""
 
-    def feed_forward(self, config: ModelConfig, layer: int) -> nn.Module:
+    def feed_forward(self, config: ModelConfig, layer: int) -> Sublayer:
         assert config.moe is not None
         return MoE(
             config.hidden_size,

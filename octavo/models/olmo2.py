@@ -17,6 +17,7 @@ from octavo.layers.attention import AttentionMetadata
 from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.layers.linear import QKVParallelLinear
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.layers.sublayer import DecoderLayer
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, rms_norm
 
@@ -74,14 +75,19 @@ class Olmo2Attention(LlamaAttention):
         self.q_norm = HeadsNorm(self.qkv_proj, "q_proj", config.rms_norm_eps)
         self.k_norm = HeadsNorm(self.qkv_proj, "k_proj", config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, meta: Sequence[AttentionMetadata]
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        q, k, v = self.qkv_proj.split(x)
-        return self.o_proj(self.attn(self.q_norm(q), self.k_norm(k), v, positions, cache, meta))
+        return super().attend(self.q_norm(q), self.k_norm(k), v, positions, cache, meta)
 
 
-class Olmo2DecoderLayer(nn.Module):
+class Olmo2DecoderLayer(DecoderLayer):
     """Attention and feed-forward, each normalized after and added to the stream."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
@@ -100,7 +106,8 @@ class Olmo2DecoderLayer(nn.Module):
         meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, None]:
         # Nothing normalizes the sum, so the stream itself goes from layer to layer.
-        x = x + self.post_attention_layernorm(self.self_attn(x, positions, cache, meta))
+        attended = self.self_attn(x, positions, cache, meta)
+        x = self.narrow(x, meta) + self.post_attention_layernorm(self.narrow(attended, meta))
         return x + self.post_feedforward_layernorm(self.mlp(x)), None
 
 

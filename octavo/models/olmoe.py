@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from octavo.layers.moe import MoE
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.layers.sublayer import Sublayer
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from octavo.models.olmo2 import Olmo2Attention
@@ -14,10 +13,10 @@ from octavo.models.olmo2 import Olmo2Attention
 class OlmoeDecoderLayer(LlamaDecoderLayer):
     """Llama's, with experts."""
 
-    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> nn.Module:
+    def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> Sublayer:
         return Olmo2Attention(config, layer, rotary)
 
-    def feed_forward(self, config: ModelConfig, layer: int) -> nn.Module:
+    def feed_forward(self, config: ModelConfig, layer: int) -> Sublayer:
         assert config.moe is not None
         return MoE(config.hidden_size, config.moe, config.hidden_act)
 

@@ -5,9 +5,8 @@ Qwen2-MoE has an expert that every token visits, weighted by the sigmoid of a le
 
 from __future__ import annotations
 
-from torch import nn
-
 from octavo.layers.moe import MoE
+from octavo.layers.sublayer import Sublayer
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
@@ -15,7 +14,7 @@ from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 class Qwen3MoeDecoderLayer(LlamaDecoderLayer):
     """Llama's, with experts in the layers that the config names."""
 
-    def feed_forward(self, config: ModelConfig, layer: int) -> nn.Module:
+    def feed_forward(self, config: ModelConfig, layer: int) -> Sublayer:
         if config.moe is None or layer not in config.moe.layers:
             return super().feed_forward(config, layer)
         return MoE(

@@ -19,6 +19,7 @@ from octavo.layers.layer import BuildContext, Layer, LoadTarget, empty_parameter
 from octavo.layers.linear import QKVParallelLinear
 from octavo.layers.norm import LayerNorm
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.layers.sublayer import DecoderLayer
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 
@@ -85,14 +86,19 @@ class StableLmAttention(LlamaAttention):
             self.q_layernorm = PerHeadLayerNorm(self.qkv_proj, "q_proj", config.rms_norm_eps)
             self.k_layernorm = PerHeadLayerNorm(self.qkv_proj, "k_proj", config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, meta: Sequence[AttentionMetadata]
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        q, k, v = self.qkv_proj.split(x)
-        return self.o_proj(self.attn(self.q_layernorm(q), self.k_layernorm(k), v, positions, cache, meta))
+        return super().attend(self.q_layernorm(q), self.k_layernorm(k), v, positions, cache, meta)
 
 
-class StableLmDecoderLayer(nn.Module):
+class StableLmDecoderLayer(DecoderLayer):
     """Attention and feed-forward, one after the other or, under `parallel_residual`, beside each other."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
@@ -111,9 +117,10 @@ class StableLmDecoderLayer(nn.Module):
         meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        attended = self.self_attn(x, positions, cache, meta)
+        attended = self.narrow(self.self_attn(x, positions, cache, meta), meta)
+        residual = self.narrow(residual, meta)
         if self.post_attention_layernorm is None:
-            return attended + self.mlp(x), residual
+            return attended + self.mlp(self.narrow(x, meta)), residual
         x, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(x), residual
 

@@ -27,6 +27,8 @@ class StepInputs:
         sample_requests: host, indexes of the requests that sample.
         sample_slots: `slots` of those, int64 `[m]`.
         sample_rows: int64 `[m]`, their last rows, or None if these are the first rows in order.
+        wanted_rows: the rows whose hidden states are read where only sampling reads them: `sample_rows`, or
+            if nobody samples a single row (layers need not take none); None: all.
 
     Padding (for device graphs, which have fixed sizes) are requests without rows at the end, and rows
     that belong to nobody and are stored nowhere.
@@ -43,6 +45,7 @@ class StepInputs:
     sample_requests: np.ndarray
     sample_slots: torch.Tensor
     sample_rows: torch.Tensor | None
+    wanted_rows: torch.Tensor | None
 
 
 @dataclass
@@ -249,6 +252,7 @@ class InputBatch:
             sample_requests=sample_requests,
             sample_slots=slots_view[:n] if everyone else slots_d[sampling_d],
             sample_rows=None if rows == n and everyone else last_d,
+            wanted_rows=None if rows == n else last_d if len(sample_requests) else starts_d[1:2] - 1,
         )
         return _Layout(key, inputs, None if everyone else sampling_d)
 

@@ -75,10 +75,13 @@ class ModelRunner:
             self.batch.fill(inputs)
             begin = time.perf_counter()
             self.model.plan_attention(inputs.meta)
+            narrow = self.model.narrows and plan.prompt_logprobs is None
+            inputs.meta[0].wanted_rows = inputs.wanted_rows if narrow else None
             hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
             logits = None
             if len(inputs.sample_requests):
-                logits = self.model.compute_logits(self._sampled_rows(hidden, inputs))
+                wanted = inputs.meta[0].wanted_rows is not None
+                logits = self.model.compute_logits(hidden if wanted else self._sampled_rows(hidden, inputs))
             self.forward_seconds += time.perf_counter() - begin
         sampled = None
         if logits is not None and len(inputs.sample_requests):
