@@ -27,6 +27,19 @@ def tanh(x):
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """`silu(gate) * up`, or with GELU's tanh form, of tensors of the activations' dtype, in that dtype."""
+    wide = gate.to(tl.float32)
+    slope = wide
+    if GELU:
+        # g / 2 (1 + tanh(u)) = g sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3)
+        slope = wide * (1.5957691216057308 + 0.07135481627159818 * wide * wide)
+    # The gate is rounded before the product, as unfused layers do.
+    act = (wide / (1.0 + tl.exp(-slope))).to(up.dtype).to(tl.float32)
+    return (act * up.to(tl.float32)).to(up.dtype)
+
+
+@triton.jit
 def _gated_kernel(x_ptr, out_ptr, x_stride, out_stride,
                   SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
                   OVERLAP: tl.constexpr):  # fmt: skip
@@ -34,15 +47,9 @@ def _gated_kernel(x_ptr, out_ptr, x_stride, out_stride,
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
     wait_for_previous(OVERLAP)
-    gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * x_stride + SIZE + cols, mask=mask, other=0.0)
-    slope = gate
-    if GELU:
-        # g / 2 (1 + tanh(u)) = g sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3)
-        slope = gate * (1.5957691216057308 + 0.07135481627159818 * gate * gate)
-    # The gate is rounded before the product, as unfused layers do.
-    act = (gate / (1.0 + tl.exp(-slope))).to(up.dtype).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + cols, (act * up.to(tl.float32)).to(up.dtype), mask=mask)
+    tl.store(out_ptr + row * out_stride + cols, gated(gate, up, GELU), mask=mask)
 
 
 @triton.jit
