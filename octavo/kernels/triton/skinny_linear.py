@@ -1,0 +1,248 @@
+"""Products of up to 128 rows with a weight matrix on the tensor cores, bound by reading the weights.
+
+A program streams BLOCK_OUT rows of the matrix through shared memory, several tiles in flight. It is
+started while the kernel before it still runs, and sends for its first weights, which no kernel writes,
+before it waits for the rows. Where a matrix has too few outputs to occupy the device, `splits` programs
+share the inputs of a tile, and the last of them to finish adds their sums in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.activation import gated
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
+from octavo.kernels.triton.workspace import workspace
+
+MAX_ROWS = 128
+_ACTS = {None: 0, "silu": 1, "gelu_tanh": 2}
+
+
+class SkinnyConfig(NamedTuple):
+    """How `skinny_linear` cuts its matrix.
+
+    Attributes:
+        block_out: outputs of a program (gated: columns of the result, of two matrix rows each).
+        block_in: inputs of a step.
+        stages: steps in flight, and the one at work.
+        warps: of a program.
+        splits: programs that share the inputs of one tile of outputs.
+        prefetch: KiB of its weights that a program sends for before it waits for the kernel ahead.
+        weights_first: multiply `W x^T`, with weights in the rows of the tensor cores' tiles; else `x W^T`.
+    """
+
+    block_out: int
+    block_in: int
+    stages: int
+    warps: int
+    splits: int = 1
+    prefetch: int = 0
+    weights_first: bool = True
+
+
+@triton.jit
+def _prefetch(at, size):
+    """Sends for `size` bytes (a multiple of 16) at each of these addresses (likewise) into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply(weights, x, acc, WEIGHTS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    if WEIGHTS_FIRST:
+        return tl.dot(weights, tl.trans(x), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(x, tl.trans(weights), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_parts(part_ptr, stride, mask, SPLITS: tl.constexpr):
+    # Written by other multiprocessors: read past the L1 (".cg").
+    total = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(part_ptr + split * stride, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _finish(acc, bias_ptr, out_at, live, HAS_BIAS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+            dtype: tl.constexpr):  # fmt: skip
+    """`[rows, outputs]` with the bias, rounded."""
+    if WEIGHTS_FIRST:
+        acc = tl.trans(acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + out_at, mask=live, other=0.0).to(tl.float32)[None, :]
+    return acc.to(dtype)
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "prefetch"])
+def _skinny_linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, part_ptr, counter_ptr,
+    x_row, weight_row, out_row, size_in, size_out, rows, steps, prefetch,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, PIECES: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (p, s): the p-th BLOCK_OUT outputs of all rows, over the s-th `steps` times BLOCK_IN inputs.
+
+    With ACT, `size_out` is that of the result: its column i comes of the matrix's rows i and size_out + i.
+    EVEN promises that no step reaches beyond `size_in`. Sums of split programs: float32
+    `[programs, SPLITS, 2 with ACT, BLOCK_OUT * BLOCK_ROWS]`. `prefetch` bytes are sent for at each of PIECES
+    places of a matrix row, one after the other.
+    """
+    tile = tl.program_id(0)
+    begin = tl.program_id(1) * steps * BLOCK_IN
+    end = tl.minimum(begin + steps * BLOCK_IN, size_in)
+    out_at = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    live = out_at < size_out
+    # Beyond the last output the last one is read again, and not stored: loads without a mask.
+    weight_at = weight_ptr + tl.minimum(out_at, size_out - 1).to(tl.int64) * weight_row
+    up_offset = size_out.to(tl.int64) * weight_row
+    if OVERLAP:
+        if prefetch > 0:
+            lane = tl.arange(0, BLOCK_OUT * PIECES)
+            first = tl.minimum(tile * BLOCK_OUT + lane % BLOCK_OUT, size_out - 1).to(tl.int64) * weight_row
+            at = (weight_ptr + first + begin).to(tl.int64) + lane // BLOCK_OUT * prefetch
+            _prefetch(at, prefetch)
+            if ACT:
+                _prefetch(at + up_offset * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8), prefetch)
+    wait_for_previous(OVERLAP)
+
+    lanes = tl.arange(0, BLOCK_IN)
+    row = tl.arange(0, BLOCK_ROWS)
+    present = row < rows
+    x_at = x_ptr + row[:, None] * x_row + lanes[None, :]
+    weight_at = weight_at[:, None] + lanes[None, :]
+    if WEIGHTS_FIRST:
+        acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    up = acc
+    for start in tl.range(begin, end, BLOCK_IN, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(x_at + start, mask=present[:, None], other=0.0)
+            w = tl.load(weight_at + start, eviction_policy="evict_first")
+        else:
+            inside = (start + lanes < end)[None, :]
+            x = tl.load(x_at + start, mask=present[:, None] & inside, other=0.0)
+            w = tl.load(weight_at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+        acc = _multiply(w, x, acc, WEIGHTS_FIRST, PRECISION)
+        if ACT:
+            if EVEN:
+                w_up = tl.load(weight_at + up_offset + start, eviction_policy="evict_first")
+            else:
+                w_up = tl.load(
+                    weight_at + up_offset + start, mask=inside, other=0.0, eviction_policy="evict_first"
+                )
+            up = _multiply(w_up, x, up, WEIGHTS_FIRST, PRECISION)
+
+    if SPLITS > 1:
+        outputs = tl.arange(0, BLOCK_OUT)
+        if WEIGHTS_FIRST:
+            at = outputs[:, None] * BLOCK_ROWS + row[None, :]
+            mask = live[:, None] & present[None, :]
+        else:
+            at = row[:, None] * BLOCK_OUT + outputs[None, :]
+            mask = present[:, None] & live[None, :]
+        TILE: tl.constexpr = BLOCK_OUT * BLOCK_ROWS
+        STRIDE: tl.constexpr = TILE * (2 if ACT else 1)
+        parts = part_ptr + tile.to(tl.int64) * (SPLITS * STRIDE) + at
+        mine = parts + tl.program_id(1) * STRIDE
+        tl.store(mine, acc, mask=mask)
+        if ACT:
+            tl.store(mine + TILE, up, mask=mask)
+        # All threads' stores come before the release by the one that counts.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        if arrived != SPLITS - 1:
+            return
+        tl.store(counter_ptr + tile, 0)
+        acc = _add_parts(parts, STRIDE, mask, SPLITS)
+        if ACT:
+            up = _add_parts(parts + TILE, STRIDE, mask, SPLITS)
+
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    result = _finish(acc, bias_ptr, out_at, live, HAS_BIAS, WEIGHTS_FIRST, dtype)
+    if ACT:
+        wide = _finish(up, bias_ptr + size_out, out_at, live, HAS_BIAS, WEIGHTS_FIRST, dtype)
+        result = gated(result, wide, ACT == 2)
+    target = out_ptr + row[:, None] * out_row + out_at[None, :]
+    tl.store(target, result, mask=present[:, None] & live[None, :])
+
+
+_skinny_linear = Launcher(_skinny_linear_kernel, overlap=True)
+
+
+def _prefetch_size(weight: torch.Tensor, rows: int, chunk: int, kib: int, pieces: int) -> int:
+    """Bytes to send for at each of `pieces` places of a matrix row, when a program has `rows` such rows;
+    0 where addresses or sizes are not multiples of 16."""
+    size = weight.element_size()
+    if weight.data_ptr() % 16 or weight.stride(0) * size % 16 or chunk * size % 16:
+        return 0
+    # The last chunk of a row may be shorter than the others.
+    last = weight.shape[1] % chunk or chunk
+    return min((kib << 10) // rows, last * size) // (16 * pieces) * 16
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    act: str | None,
+    config: SkinnyConfig,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, with float32 sums, or a gated activation of it, for at most `MAX_ROWS` rows.
+
+    Args:
+        x: `[rows, in]`, bfloat16 or float16 (float32 works, without the tensor cores).
+        weight: `[out, in]` of `x`'s dtype, contiguous in the last dimension.
+        bias: `[out]` or None.
+        act: None; or "silu" or "gelu_tanh": with `gate, up = halves of the product`, the result is
+            `act(gate) * up`, each rounded to `x`'s dtype in between (`octavo.kernels.triton.activation`).
+        config: `octavo.kernels.triton.linear_choice` knows good ones.
+
+    Returns:
+        `[rows, out]` of `x`'s dtype, `[rows, out / 2]` with `act`.
+
+    Raises:
+        ValueError: more rows than `MAX_ROWS`, an activation of another name.
+    """
+    rows, size_in = x.shape
+    if rows > MAX_ROWS or act not in _ACTS:
+        raise ValueError(f"got {rows} rows and act={act!r}: at most {MAX_ROWS}, one of {list(_ACTS)}")
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    matrices = 2 if act else 1
+    size_out = weight.shape[0] // matrices
+    out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    block_out, block_in, stages, warps, splits, kib, weights_first = config
+    block_rows = max(16, power_of_2(rows))
+    tiles = ceil_div(size_out, block_out)
+    steps = ceil_div(ceil_div(size_in, block_in), splits)
+    splits = ceil_div(size_in, steps * block_in)
+    parts, counters = out, out
+    if splits > 1:
+        size = tiles * splits * matrices * block_out * block_rows
+        parts, counters = workspace(x.device).reserve(size, tiles)
+    pieces = max(1, 32 * warps // block_out)
+    _skinny_linear(
+        (tiles, splits, 1),
+        (x, weight, out if bias is None else bias, out, parts, counters),
+        (x.stride(0), weight.stride(0), size_out, size_in, size_out),
+        (rows, steps, _prefetch_size(weight, matrices * block_out, steps * block_in, kib, pieces)),
+        (
+            block_rows, block_out, block_in, stages, splits, pieces, weights_first, size_in % block_in == 0,
+            bias is not None, _ACTS[act], "ieee" if x.dtype == torch.float32 else "tf32",
+        ),
+        warps,
+    )  # fmt: skip
+    return out
