@@ -17,7 +17,17 @@ from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
-from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
+from octavo.messages import (
+    AbortRequests,
+    AddRequests,
+    CoreOutputs,
+    CoreStats,
+    ModelFacts,
+    ProfileStatus,
+    ResetPrefixCache,
+    StartProfile,
+    StopProfile,
+)
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -55,6 +65,8 @@ class AsyncLLM:
         )
         self._lock = threading.Lock()  # guards _outputs, _queues and _stats
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
+        self._profiles: asyncio.Queue[ProfileStatus | EngineDeadError] = asyncio.Queue()
+        self._profiling = asyncio.Lock()  # one profile's message at a time
         self._stats = CoreStats()
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
@@ -227,6 +239,40 @@ class AsyncLLM:
         """Forget all cached blocks."""
         self._client.send(ResetPrefixCache())
 
+    async def start_profile(self) -> None:
+        """Record the next steps; see `LLM.start_profile`.
+
+        Raises:
+            RequestError: no folder is set for it, or a profile is under way.
+            EngineDeadError: the engine has ended.
+        """
+        await self._profile(StartProfile())
+
+    async def stop_profile(self) -> ProfileStatus:
+        """End the profile and write it; see `LLM.stop_profile`.
+
+        Raises:
+            RequestError: nothing was recorded, or it cannot be written.
+            EngineDeadError: the engine has ended.
+        """
+        return await self._profile(StopProfile())
+
+    async def _profile(self, message: StartProfile | StopProfile) -> ProfileStatus:
+        await self.check_health()
+
+        async def ask() -> ProfileStatus:
+            async with self._profiling:
+                self._client.send(message)
+                status = await self._profiles.get()
+            if isinstance(status, EngineDeadError):
+                raise status
+            if status.error is not None:
+                raise RequestError(status.error)
+            return status
+
+        # A caller that goes away must not leave the answer for the next one.
+        return await asyncio.shield(ask())
+
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
         if self._dead is not None:
@@ -294,12 +340,19 @@ class AsyncLLM:
                 self._client.send(AbortRequests(stopped))
         if ready:
             self._hand_over(ready)
+        if news.profile is not None:
+            self._tell_profile(news.profile)
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:
             self._dead = error
             waiting = list(self._queues.values())
         self._hand_over([(items, error) for items in waiting])
+        self._tell_profile(error)
+
+    def _tell_profile(self, status: ProfileStatus | EngineDeadError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._profiles.put_nowait, status)
 
     def _hand_over(self, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""

@@ -191,6 +191,13 @@ class EngineConfig:
         False, "Check the scheduler's and the block pool's bookkeeping after every step (slow; for tests)."
     )
 
+    torch_profiler_dir: str | None = setting(
+        None,
+        "Folder for profiler traces, viewable in Perfetto. With it `octavo serve` has POST /start_profile "
+        "and /stop_profile: for development, since a profile slows all requests.",
+    )
+    profiler_max_iterations: int = setting(64, "Steps after which a profile ends by itself.", low=1)
+    profiler_delay_iterations: int = setting(0, "Steps that a profile lets pass before it records.", low=0)
     def __post_init__(self) -> None:
         validate(self)
         if self.max_model_len in ("auto", -1):

@@ -19,7 +19,17 @@ from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import EngineDeadError, RequestError, RequestFailedError
-from octavo.messages import AbortRequests, AddRequests, CoreOutputs, CoreStats, ModelFacts, ResetPrefixCache
+from octavo.messages import (
+    AbortRequests,
+    AddRequests,
+    CoreOutputs,
+    CoreStats,
+    ModelFacts,
+    ProfileStatus,
+    ResetPrefixCache,
+    StartProfile,
+    StopProfile,
+)
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -311,6 +321,24 @@ class LLM:
         """Forget all cached blocks."""
         self._client.send(ResetPrefixCache())
 
+    def start_profile(self) -> None:
+        """Record the next steps, at most `profiler_max_iterations`, for a trace in `torch_profiler_dir`.
+
+        Raises:
+            RequestError: no such folder is set, or a profile is under way.
+            EngineDeadError: the engine has ended.
+        """
+        self._profile(StartProfile())
+
+    def stop_profile(self) -> ProfileStatus:
+        """End the profile and write it: the trace, and a page beside it that sums it up.
+
+        Raises:
+            RequestError: nothing was recorded, or it cannot be written.
+            EngineDeadError: the engine has ended.
+        """
+        return self._profile(StopProfile())
+
     def close(self) -> None:
         """Free the model, the cache and the thread. The object can't be used afterwards.
 
@@ -337,6 +365,23 @@ class LLM:
                 yield
             finally:
                 self._holder = None
+
+    def _profile(self, message: StartProfile | StopProfile) -> ProfileStatus:
+        """Send a profile's message and wait for its answer."""
+        with self._turn():
+            if not self._close.alive:
+                raise EngineDeadError("this LLM is closed: make a new one")
+            self._client.send(message)
+            while True:
+                news = self._news.get()
+                if isinstance(news, EngineDeadError):
+                    raise news
+                self._stats = news.stats
+                if news.profile is not None:
+                    break
+        if news.profile.error is not None:
+            raise RequestError(news.profile.error)
+        return news.profile
 
     def _run(self, prepared: Sequence[PreparedRequest | PreparedEmbedding]) -> Generator[Any, None, None]:
         """Start requests and yield their outputs until all have finished; whatever is left is aborted."""

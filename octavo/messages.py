@@ -106,11 +106,27 @@ class CoreStats(msgspec.Struct):
     num_steps: int = 0
 
 
-class CoreOutputs(msgspec.Struct, tag="outputs"):
-    """Everything a step (or a batch of them) has to report."""
+class ProfileStatus(msgspec.Struct, omit_defaults=True):
+    """Answer to `StartProfile` and `StopProfile`: what was written, or why nothing was.
+
+    Attributes:
+        trace, summary: paths of the trace (gzipped Chrome JSON) and of the text beside it; None at the start.
+        num_steps: steps that the trace holds.
+        error: what went wrong, in one line.
+    """
+
+    trace: str | None = None
+    summary: str | None = None
+    num_steps: int = 0
+    error: str | None = None
+
+
+class CoreOutputs(msgspec.Struct, tag="outputs", omit_defaults=True):
+    """Everything a step (or a batch of them) has to report; `profile` answers a profile's message."""
 
     outputs: list[CoreOutput]
     stats: CoreStats
+    profile: ProfileStatus | None = None
 
 
 @dataclass
@@ -249,7 +265,15 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Front end to core: free everything and return."""
 
 
-ToCore = AddRequests | AbortRequests | ResetPrefixCache | Shutdown
+class StartProfile(msgspec.Struct, tag="start_profile"):
+    """Front end to core: record the steps from here on."""
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile"):
+    """Front end to core: end the profile and write it."""
+
+
+ToCore = AddRequests | AbortRequests | ResetPrefixCache | StartProfile | StopProfile | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):

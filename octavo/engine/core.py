@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
@@ -12,7 +13,7 @@ from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
-from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts
+from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class EngineCore:
         overlap = self.facts.overlap if config.async_scheduling is None else config.async_scheduling
         self._depth = 1 if overlap else 0
         self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep]] = collections.deque()
+        self.wrap_stages(None)
 
     def _allocate(self, executor: Executor | None) -> None:
         """Load the model and make the tables of cache and scheduler."""
@@ -83,6 +85,17 @@ class EngineCore:
         return self.scheduler.has_requests or bool(self._in_flight)
 
     def step(self) -> list[CoreOutput]:
+    def wrap_stages(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Run `wrap(name, function)` in the place of each stage of a step (for profiles); None: plainly."""
+
+        def stage(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            return function if wrap is None else wrap(name, function)
+
+        self._schedule = stage("schedule", self.scheduler.schedule)
+        self._execute = stage("execute", self.executor.execute)
+        self._wait = stage("wait", _wait)
+        self._update = stage("update", self.scheduler.update)
+
         """Launch the next step, then take in the oldest one if the queue is full or nothing was launched.
 
         A step that fails ends its own requests with an error; the engine goes on.
@@ -90,10 +103,10 @@ class EngineCore:
         Raises:
             EngineDeadError: the device can run no further step.
         """
-        step = self.scheduler.schedule()
+        step = self._schedule()
         if step is not None:
             try:
-                self._in_flight.append((step, self.executor.execute(step.plan)))
+                self._in_flight.append((step, self._execute(step.plan)))
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -102,12 +115,12 @@ class EngineCore:
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             oldest, pending = self._in_flight.popleft()
             try:
-                result = pending.wait()
+                result = self._wait(pending)
             except EngineDeadError:
                 raise
             except Exception as error:
                 return self._fail(oldest, error)
-            outputs = self.scheduler.update(oldest, result)
+            outputs = self._update(oldest, result)
         self._check()
         return outputs
 
@@ -138,3 +151,7 @@ class EngineCore:
     def _check(self) -> None:
         if self.config.check_invariants:
             self.scheduler.check()
+
+
+def _wait(pending: PendingStep) -> StepResult:
+    return pending.wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.executor import EncoderExecutor
@@ -27,6 +28,7 @@ class EncoderCore:
         self._waiting: dict[str, CoreRequest] = {}
         self._batches: list[list[CoreRequest]] = []
         self._stats = CoreStats()
+        self.wrap_stages(None)
         logger.info("engine ready: %s", ", ".join(f"{k} {v}" for k, v in self.facts.summary.items()))
 
     @property
@@ -54,6 +56,11 @@ class EncoderCore:
         """Whether `step` would do anything."""
         return bool(self._waiting)
 
+    def wrap_stages(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Run `wrap(name, function)` in the place of each stage of a step (for profiles); None: plainly."""
+        encode = self.executor.encode
+        self._encode = encode if wrap is None else wrap("execute", encode)
+
     def step(self) -> list[CoreOutput]:
         """Run one batch. If it fails its requests end with an error, and the engine goes on.
 
@@ -71,7 +78,7 @@ class EncoderCore:
         for request in batch:
             del self._waiting[request.request_id]
         try:
-            vectors = self.executor.encode([request.prompt_token_ids for request in batch])
+            vectors = self._encode([request.prompt_token_ids for request in batch])
         except EngineDeadError:
             raise
         except Exception as error:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from octavo.engine.profiling import Profiling
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -16,6 +17,8 @@ from octavo.messages import (
     CoreStats,
     ResetPrefixCache,
     Shutdown,
+    StartProfile,
+    StopProfile,
     ToCore,
 )
 
@@ -70,20 +73,29 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
     """
     reported = 0.0
     log = _RateLog(not core.config.disable_log_stats)
-    while True:
-        outputs: list[CoreOutput] = []
-        for message in _receive(inbox, wait=not core.has_work):
-            if isinstance(message, Shutdown):
-                core.close()
-                return
-            outputs += _handle(core, message)
-        if core.has_work:
-            outputs += core.step()
-        now = time.monotonic()
-        if outputs or now - reported > _STATS_INTERVAL:
-            deliver(CoreOutputs(outputs, core.stats()))
-            reported = now
-            log.tick(now, core)
+    profiling = Profiling(core)
+    try:
+        while True:
+            outputs: list[CoreOutput] = []
+            for message in _receive(inbox, wait=not core.has_work):
+                if isinstance(message, Shutdown):
+                    core.close()
+                    return
+                if isinstance(message, StartProfile | StopProfile):
+                    start = isinstance(message, StartProfile)
+                    status = profiling.start() if start else profiling.stop()
+                    deliver(CoreOutputs([], core.stats(), status))
+                else:
+                    outputs += _handle(core, message)
+            if core.has_work:
+                outputs += profiling.step() if profiling.running else core.step()
+            now = time.monotonic()
+            if outputs or now - reported > _STATS_INTERVAL:
+                deliver(CoreOutputs(outputs, core.stats()))
+                reported = now
+                log.tick(now, core)
+    finally:
+        profiling.close()
 
 
 def _receive(inbox: Inbox[ToCore], wait: bool) -> list[ToCore]:

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.endpoints import OPERATIONS, Operation, not_found
+from octavo.server.endpoints import OPERATIONS, Operation, not_found, operations
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.parsing import decode_body, read_body
 from octavo.server.service import Service
@@ -24,10 +24,11 @@ def build_app(service: Service) -> ASGIApp:
     Starlette's router and middleware without its application class, whose error handlers would wrap
     every chunk that is sent: each endpoint here answers for its own errors.
     """
-    paths = {operation.path: operation.path.replace("{model}", "{model:path}") for operation in OPERATIONS}
+    offered = operations(service.engine.config)
+    paths = {operation.path: operation.path.replace("{model}", "{model:path}") for operation in offered}
     routes = [
         Route(paths[operation.path], _Endpoint(service, operation), methods=[operation.method])
-        for operation in OPERATIONS
+        for operation in offered
     ]
     routes += [Route(path, _Refusal(405)) for path in paths.values()]
     app: ASGIApp = Router(routes, redirect_slashes=False, default=_Refusal(404))

@@ -10,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
+from octavo.config import EngineConfig
 from octavo.server.chat import chat_prompt, create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.embeddings import create_embeddings
@@ -30,6 +31,7 @@ from octavo.server.protocol import (
     ModelCard,
     ModelList,
     PrefixCacheInfo,
+    ProfileResponse,
     StatusResponse,
     TokenizeRequest,
     TokenizeResponse,
@@ -155,11 +157,23 @@ async def _metrics(service: Service, scope: Scope, body: None) -> AsgiResponse:
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
+async def _start_profile(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    await service.engine.start_profile()
+    return json_response(StatusResponse())
+
+
+async def _stop_profile(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    status = await service.engine.stop_profile()
+    assert status.trace is not None and status.summary is not None
+    return json_response(ProfileResponse(status.trace, status.summary, status.num_steps))
+
+
 async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:
     from octavo.server.openapi import openapi_document
 
+    document = openapi_document(operations(service.engine.config), bool(service.config.all_api_keys()))
     return Response(
-        msgspec.json.encode(openapi_document(OPERATIONS, bool(service.config.all_api_keys()))),
+        msgspec.json.encode(document),
         media_type="application/json",
     )
 
@@ -223,6 +237,30 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/metrics", "Metrics in Prometheus's text format.", _metrics),
     Operation("GET", "/openapi.json", "This document.", _openapi),
 )
+
+
+PROFILING: tuple[Operation, ...] = (
+    Operation(
+        "POST",
+        "/start_profile",
+        "Record the engine's next steps.",
+        _start_profile,
+        response=StatusResponse,
+    ),
+    Operation(
+        "POST",
+        "/stop_profile",
+        "End the profile and write its trace on the server.",
+        _stop_profile,
+        response=ProfileResponse,
+    ),
+)
+"""For development: only where the settings name a folder for traces."""
+
+
+def operations(config: EngineConfig) -> tuple[Operation, ...]:
+    """What a server with these settings offers."""
+    return OPERATIONS + PROFILING if config.torch_profiler_dir is not None else OPERATIONS
 
 
 def not_found(path: str) -> ApiError:

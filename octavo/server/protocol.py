@@ -394,6 +394,14 @@ class VersionResponse(Struct):
     prefix_cache: PrefixCacheInfo
 
 
+class ProfileResponse(Struct):
+    """Answer of POST /stop_profile: paths on the server of what was written."""
+
+    trace: str
+    summary: str
+    num_steps: int
+
+
 class StatusResponse(Struct):
     """Answer of GET /health and /ping while the server takes requests."""
 

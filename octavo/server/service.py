@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
-from octavo.messages import CoreStats
+from octavo.messages import CoreStats, ProfileStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -65,6 +65,10 @@ class Engine(Protocol):
         prompt_name: str | None = None,
         priority: int = 0,
     ) -> EmbeddingRequestOutput: ...
+
+    async def start_profile(self) -> None: ...
+
+    async def stop_profile(self) -> ProfileStatus: ...
 
     async def check_health(self) -> None: ...
 

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.engine.input_processor import check_salt
 from octavo.errors import EngineDeadError, RequestError
-from octavo.messages import CoreStats, RequestMetrics
+from octavo.messages import CoreStats, ProfileStatus, RequestMetrics
 from octavo.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -78,6 +78,7 @@ class FakeEngine:
         self.dead = asyncio.Event()
         self.cached: dict[tuple[int, ...], int] = {}
         self.down = False
+        self.profiles = 0  # under way
 
     def kill(self) -> None:
         self.dead.set()
@@ -91,6 +92,17 @@ class FakeEngine:
 
     def stats(self) -> CoreStats:
         return CoreStats(num_running=len(self.live), generation_tokens=self.generated, prefix_cache_queries=7)
+
+    async def start_profile(self) -> None:
+        if self.profiles:
+            raise RequestError("a profile is under way already: stop it first")
+        self.profiles = 1
+
+    async def stop_profile(self) -> ProfileStatus:
+        if not self.profiles:
+            raise RequestError("no profile is under way: start one first")
+        self.profiles = 0
+        return ProfileStatus("t.json.gz", "t.txt", 3)
 
     async def shutdown(self, drain_timeout: float) -> None:
         self.down = True

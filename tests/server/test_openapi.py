@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from octavo.server.endpoints import OPERATIONS
+from octavo.server.endpoints import OPERATIONS, PROFILING
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_chat import events
@@ -89,7 +90,15 @@ CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/version", None),
     ("GET", "/metrics", None),
     ("GET", "/openapi.json", None),
+    ("POST", "/start_profile", None),
+    ("POST", "/stop_profile", None),
 ]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(FakeEngine(torch_profiler_dir="traces")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +112,7 @@ def template(path: str) -> str:
 
 def test_every_route_is_described_and_called(document: dict[str, Any]) -> None:
     described = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
-    assert described == {(o.method, o.path) for o in OPERATIONS}
+    assert described == {(o.method, o.path) for o in OPERATIONS + PROFILING}
     assert described == {(method, template(path)) for method, path, _ in CALLS}
     assert document["openapi"].startswith("3.1")
 
@@ -131,6 +140,7 @@ def test_answers_satisfy_their_schemas(
 def test_every_field_of_answers_is_seen(server: Running, document: dict[str, Any]) -> None:
     """No schema of an answer promises a property that no call above brings."""
     seen: set[tuple[str, str]] = set()
+    server.engine.profiles = 0
 
     def walk(value: Any, schema: dict[str, Any]) -> None:
         name = ""
