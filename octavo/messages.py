@@ -261,16 +261,16 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Front end to core: forget all cached blocks."""
 
 
-class Shutdown(msgspec.Struct, tag="shutdown"):
-    """Front end to core: free everything and return."""
-
-
 class StartProfile(msgspec.Struct, tag="start_profile"):
     """Front end to core: record the steps from here on."""
 
 
 class StopProfile(msgspec.Struct, tag="stop_profile"):
     """Front end to core: end the profile and write it."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Front end to core: free everything and return."""
 
 
 ToCore = AddRequests | AbortRequests | ResetPrefixCache | StartProfile | StopProfile | Shutdown

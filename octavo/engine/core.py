@@ -84,7 +84,6 @@ class EngineCore:
         """Whether `step` would do anything."""
         return self.scheduler.has_requests or bool(self._in_flight)
 
-    def step(self) -> list[CoreOutput]:
     def wrap_stages(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Run `wrap(name, function)` in the place of each stage of a step (for profiles); None: plainly."""
 
@@ -96,6 +95,7 @@ class EngineCore:
         self._wait = stage("wait", _wait)
         self._update = stage("update", self.scheduler.update)
 
+    def step(self) -> list[CoreOutput]:
         """Launch the next step, then take in the oldest one if the queue is full or nothing was launched.
 
         A step that fails ends its own requests with an error; the engine goes on.
