@@ -167,6 +167,25 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto", "Implementation of paged attention.", choices=("auto", "torch", "cpu", "triton")
     )
+    num_threads: int | None = setting(
+        None, "CPU threads of the model; by default the physical cores.", low=1, high=1024
+    )
+    tensor_parallel_size: int = setting(1, "Ranks that share each layer.", only=(1,))
+    pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
+    data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))
+    speculative_config: dict[str, Any] | str | None = setting(None, "Speculative decoding.", only=(None,))
+    speculative_model: str | None = setting(None, "Draft model.", only=(None,))
+    num_speculative_tokens: int | None = setting(None, "Tokens drafted per step.", only=(None,))
+    enable_lora: bool = setting(False, "Serve LoRA adapters.", only=(False,))
+    generation_config: str = setting(
+        "auto",
+        "Take default sampling settings from the generation_config.json (auto), or Octavo's own (none).",
+        choices=("auto", "none"),
+    )
+    chat_template: str | None = setting(None, "File with a Jinja chat template, or the template itself.")
+    max_logprobs: int = setting(
+        20, "Most log-probabilities per token that a request may ask for; -1: no limit.", low=-1
+    )
     torch_profiler_dir: str | None = setting(
         None,
         "Folder for profiler traces, viewable in Perfetto. With it `octavo serve` has POST /start_profile "
