@@ -52,11 +52,14 @@ class Launcher:
     while the kernel before it on the stream still runs (programmatic dependent launch). Every program
     must then call `wait_for_previous(OVERLAP)` before it touches anything that is written on the stream;
     after that the kernel before is complete, and so, by its own wait, is every earlier one.
+
+    `options` are Triton's for compilation (`enable_fp_fusion`, …).
     """
 
-    def __init__(self, kernel: Any, overlap: bool = False):
+    def __init__(self, kernel: Any, overlap: bool = False, **options: Any):
         self.kernel = kernel
         self.overlap = overlap
+        self.options = options
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -83,7 +86,9 @@ class Launcher:
         if compiled is not None:
             compiled[grid](*tensors, *integers, *scalars, *constants)
             return
-        options = {"launch_pdl": True} if self.overlap and overlaps(device) else {}
+        options = dict(self.options)
+        if self.overlap and overlaps(device):
+            options["launch_pdl"] = True
         args = (*tensors, *integers, *scalars, *constants)
         compiled = self.kernel[grid](*args, num_warps=num_warps, **options)
         if compiled is not None:  # Triton's interpreter compiles nothing
