@@ -1,66 +1,233 @@
-"""Products of few rows with a weight matrix, where reading the weights once is all the work."""
+"""Products of few rows with a weight matrix, where reading the weights once is all the work.
+
+What surrounds such a product in a layer can be part of its kernel: the residual addition and RMS norm
+before it, the gated activation after it. Weights are read once; the rows, which all programs read, come
+from the caches.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 MAX_ROWS = 4
+_GELU = {None: None, "silu": False, "gelu_tanh": True}
 
 
 @triton.jit
-def _few_rows_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, weight_row, out_row,
-    ROWS: tl.constexpr, ROWS_P2: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _load_weights(ptr, row_stride, tile, cols, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr,
+                  ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """Columns `cols` of a tile's rows: of a gated matrix, rows of the two halves by turns.
+
+    ALL_ROWS, ALL_COLS: none of them is out of bounds.
+    """
+    index = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = index // 2 + index % 2 * (OUT // 2) if GATED else index
+    at = ptr + row.to(tl.int64)[:, None] * row_stride + cols[None, :]
+    if ALL_ROWS and ALL_COLS:
+        return tl.load(at, eviction_policy="evict_first")
+    if ALL_COLS:
+        return tl.load(at, mask=(index < OUT)[:, None], other=0.0, eviction_policy="evict_first")
+    mask = (index < OUT)[:, None] & (cols < IN)[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_stream(x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row: tl.constexpr, cols,
+                 IN: tl.constexpr, ALL_COLS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+    """Columns of a row of `x + residual`, which the first program also stores."""
+    mask = cols < IN
+    if ALL_COLS:
+        x = tl.load(x_ptr + row * x_row + cols)
+    else:
+        x = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        if ALL_COLS:
+            residual = tl.load(residual_ptr + row * residual_row + cols)
+        else:
+            residual = tl.load(residual_ptr + row * residual_row + cols, mask=mask, other=0.0)
+        # Rounded before it is normalized, as unfused layers do.
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(stream_ptr.dtype.element_ty)
+        # Into another tensor, as other programs may still have to read this one.
+        tl.store(stream_ptr + row * IN + cols, x, mask=mask & (tl.program_id(0) == 0))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_norm(ptr, cols, IN: tl.constexpr, ALL_COLS: tl.constexpr):
+    if ALL_COLS:
+        return tl.load(ptr + cols).to(tl.float32)
+    return tl.load(ptr + cols, mask=cols < IN, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sum_by_8(x):
+    """Sums of 8 neighbours, which a lane loads as one: `[..., n]` to `[..., n / 8]`."""
+    if len(x.shape) == 1:
+        return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8]), axis=1)
+    else:
+        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), axis=2)
+
+
+@triton.jit
+def _store_results(result, bias_ptr, out_ptr, row: tl.constexpr, tile, OUT: tl.constexpr,
+                   BLOCK_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
+    """Ends a row's sums of a tile, `[BLOCK_OUT]`: bias, activation (GELU None: there is none)."""
+    dtype = out_ptr.dtype.element_ty
+    GATED: tl.constexpr = GELU is not None
+    index = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    if HAS_BIAS:
+        at = index // 2 + index % 2 * (OUT // 2) if GATED else index
+        result += tl.load(bias_ptr + at, mask=index < OUT, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(result.to(dtype), [BLOCK_OUT // 2, 2]))
+        col = tile * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2)
+        tl.store(out_ptr + row * (OUT // 2) + col, gated(gate, up, GELU), mask=col < OUT // 2)
+    else:
+        tl.store(out_ptr + row * OUT + index, result.to(dtype), mask=index < OUT)
+
+
+@triton.jit
+def _stepping_kernel(
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, stream_ptr,
+    x_row, residual_row, weight_row, eps,
+    ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program p: BLOCK_OUT outputs of all rows. Products stay per lane; one reduction ends the program."""
-    out_at = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    """Program p: tile p of all rows, in steps of BLOCK_IN inputs. Sums stay per lane until the end.
+
+    A norm's factor, one number a row, is applied to the sums: it is known when the last step is done.
+    Each row has accumulators of its own, as a third dimension would be laid out in another way than the
+    weights are loaded, and cost a pass through shared memory every step.
+    """
+    tile = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_IN)
-    rows = tl.arange(0, ROWS_P2)
-    w_ptr = weight_ptr + out_at.to(tl.int64)[:, None] * weight_row + lanes[None, :]
-    x_at = x_ptr + rows[:, None] * x_row + lanes[None, :]
-    acc = tl.zeros([ROWS_P2, BLOCK_OUT, BLOCK_IN], tl.float32)
-    EVEN: tl.constexpr = IN % BLOCK_IN == 0 and OUT % BLOCK_OUT == 0
+    ALL_ROWS: tl.constexpr = OUT % BLOCK_OUT == 0
+    ALL_COLS: tl.constexpr = IN % BLOCK_IN == 0
+    GATED: tl.constexpr = GELU is not None
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
-    w_mask = (out_at < OUT)[:, None] & (lanes < IN)[None, :]
-    if EVEN:
-        w = tl.load(w_ptr, eviction_policy="evict_first")
-    else:
-        w = tl.load(w_ptr, mask=w_mask, other=0.0, eviction_policy="evict_first")
+    w = _load_weights(weight_ptr, weight_row, tile, lanes, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
+    if NORM:
+        factor = _load_norm(norm_ptr, lanes, IN, ALL_COLS)
+    sums = (tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32),) * ROWS
+    squares = (tl.zeros([BLOCK_IN // 8], tl.float32),) * ROWS
     wait_for_previous(OVERLAP)
     for start in range(0, IN, BLOCK_IN):
+        cols = start + lanes
         if start > 0:
-            if EVEN:
-                w = tl.load(w_ptr + start, eviction_policy="evict_first")
-            else:
-                w_mask = (out_at < OUT)[:, None] & (start + lanes < IN)[None, :]
-                w = tl.load(w_ptr + start, mask=w_mask, other=0.0, eviction_policy="evict_first")
-        if IN % BLOCK_IN == 0 and ROWS == ROWS_P2:
-            x = tl.load(x_at + start)
-        else:
-            x = tl.load(x_at + start, mask=(rows < ROWS)[:, None] & (start + lanes < IN)[None, :], other=0.0)
-        acc += w.to(tl.float32)[None, :, :] * x.to(tl.float32)[:, None, :]
-    result = tl.sum(acc, axis=2)
-    if HAS_BIAS:
-        result += tl.load(bias_ptr + out_at, mask=out_at < OUT, other=0.0).to(tl.float32)[None, :]
-    mask = (rows < ROWS)[:, None] & (out_at < OUT)[None, :]
-    target = out_ptr + rows[:, None] * out_row + out_at[None, :]
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+            w = _load_weights(
+                weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
+            )
+            if NORM:
+                factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
+        wide = w.to(tl.float32)
+        new_sums = ()
+        new_squares = ()
+        for row in tl.static_range(ROWS):
+            x = _load_stream(
+                x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row, cols, IN, ALL_COLS, HAS_RESIDUAL
+            )
+            if NORM:
+                new_squares = new_squares + (squares[row] + _sum_by_8(x * x),)  # type: ignore[assignment]
+                x = x * factor
+            new_sums = new_sums + (sums[row] + _sum_by_8(wide * x[None, :]),)  # type: ignore[assignment]
+        sums = new_sums
+        if NORM:
+            squares = new_squares
+    for row in tl.static_range(ROWS):
+        result = tl.sum(sums[row], axis=1)
+        if NORM:
+            result *= tl.rsqrt(tl.sum(squares[row], axis=0) / IN + eps)
+        _store_results(result, bias_ptr, out_ptr, row, tile, OUT, BLOCK_OUT, HAS_BIAS, GELU)
 
 
-_few_rows_linear = Launcher(_few_rows_linear_kernel, overlap=True)
+@triton.jit
+def _resident_kernel(
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, stream_ptr,
+    x_row, residual_row, weight_row, eps,
+    ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program p of n: tiles p, p + n, … (TILES of them) of all rows, which it keeps in registers.
+
+    So the norm is paid once for several tiles. BLOCK_IN is at least IN. The next tile's weights are under
+    way while one is summed.
+    """
+    tile = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_IN)
+    ALL_ROWS: tl.constexpr = OUT % BLOCK_OUT == 0 and TILES == 1
+    ALL_COLS: tl.constexpr = IN == BLOCK_IN
+    GATED: tl.constexpr = GELU is not None
+    # No kernel writes weights: the first are on their way while the kernel before this one ends.
+    w = _load_weights(weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
+    if NORM:
+        factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
+    wait_for_previous(OVERLAP)
+    rows = ()
+    for row in tl.static_range(ROWS):
+        x = _load_stream(
+            x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row, cols, IN, ALL_COLS, HAS_RESIDUAL
+        )
+        if NORM:
+            x = x * factor * tl.rsqrt(tl.sum(x * x, axis=0) / IN + eps)
+        rows = rows + (x,)  # type: ignore[assignment]
+    for step in range(TILES):
+        wide = w.to(tl.float32)
+        if step + 1 < TILES:  # past the last tile nothing is read
+            following = tile + tl.num_programs(0)
+            w = _load_weights(
+                weight_ptr, weight_row, following, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
+            )
+        for row in tl.static_range(ROWS):
+            result = tl.sum(wide * rows[row][None, :], axis=1)
+            _store_results(result, bias_ptr, out_ptr, row, tile, OUT, BLOCK_OUT, HAS_BIAS, GELU)
+        tile += tl.num_programs(0)
 
 
-def few_rows_config(rows: int, size_in: int, size_out: int) -> tuple[int, int, int]:
-    """Outputs a program, inputs a step, warps: the fastest of those tried on an H200 at one row."""
-    block_in = min(1024, power_of_2(size_in))
-    block_out = 4 if size_out >= 16384 and rows <= 2 else 2
-    return block_out, block_in, 4
+_stepping = Launcher(_stepping_kernel, overlap=True)
+_resident = Launcher(_resident_kernel, overlap=True)
+
+
+class FewRowsConfig(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        outputs: rows of the matrix that a program multiplies at a time (of a gated one, half of them of
+            each half), a power of 2.
+        inputs: columns of a step, a power of 2. At least as many as the matrix has: the program keeps the
+            rows in registers, for all its tiles.
+        warps: of a program.
+        tiles: how many times `outputs` a program multiplies; above 1 only where it keeps the rows.
+    """
+
+    outputs: int
+    inputs: int
+    warps: int
+    tiles: int = 1
+
+
+def few_rows_config(
+    rows: int, size_in: int, size_out: int, gated: bool = False, norm: bool = False
+) -> FewRowsConfig:
+    """A good cut for a matrix of `size_out` rows: as measured on an H200 at one row without a norm.
+
+    With a norm, wider tiles: each program reads the whole rows, so fewer of them should.
+    """
+    width = max(8, power_of_2(size_in))
+    if norm and rows == 1 and width <= 4096:
+        return FewRowsConfig(8 if width <= 1024 else 4, width, max(1, min(8, width // 256)))
+    outputs = 4 if rows <= 2 and (norm or size_out >= 16384) else 2
+    return FewRowsConfig(outputs, min(1024, width), 4)
 
 
 def beats_cublas(rows: int, size_in: int, size_out: int) -> bool:
@@ -72,33 +239,112 @@ def beats_cublas(rows: int, size_in: int, size_out: int) -> bool:
     return rows == 1 or (rows == 2 and size_in * size_out <= 4 << 20)
 
 
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    act: str | None,
+    config: tuple[int, ...] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, size_in = x.shape
+    size_out = weight.shape[0]
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"{rows} rows: 1 to {MAX_ROWS} are possible")
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    cut = FewRowsConfig(
+        *(config or few_rows_config(rows, size_in, size_out, act is not None, norm is not None))
+    )
+    resident = cut.inputs >= size_in
+    if cut.tiles > 1 and not resident:
+        raise ValueError(f"{cut}: several tiles need inputs >= {size_in}, to keep the rows")
+    if act not in _GELU:
+        raise ValueError(f"act={act!r}: one of {list(_GELU)}")
+    if act is not None and cut.outputs < 2:
+        raise ValueError(f"{cut}: an activation needs 2 or more outputs, a gate and its factor")
+    out_columns = size_out if act is None else size_out // 2
+    out = torch.empty((rows, out_columns), dtype=x.dtype, device=x.device)
+    # Tensors that a variant has no use for are stood in for by others.
+    stream = torch.empty((rows, size_in), dtype=x.dtype, device=x.device) if residual is not None else x
+    added = x if residual is None else residual
+    (_resident if resident else _stepping)(
+        (ceil_div(size_out, cut.outputs * cut.tiles), 1, 1),
+        (
+            x,
+            added,
+            weight if norm is None else norm,
+            weight,
+            weight if bias is None else bias,
+            out,
+            stream,
+        ),
+        (x.stride(0), added.stride(0), weight.stride(0)),
+        (eps,),
+        (
+            rows,
+            size_in,
+            size_out,
+            cut.outputs,
+            cut.inputs,
+            cut.tiles,
+            bias is not None,
+            _GELU[act],
+            norm is not None,
+            residual is not None,
+        ),
+        cut.warps,
+    )
+    return out, stream
+
+
 def few_rows_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    config: tuple[int, int, int] | None = None,
+    config: tuple[int, ...] | None = None,
+    act: str | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, with float32 sums, for at most `MAX_ROWS` rows.
+    """`x @ weight.T + bias`, with float32 sums, for 1 to `MAX_ROWS` rows; if asked for, its activation.
 
     Args:
-        x: `[rows, in]`, bfloat16 or float16 (float32 works).
-        weight: `[out, in]`, contiguous in the last dimension.
+        x: `[rows, in]`, bfloat16 or float16 (float32 works), contiguous in the last dimension.
+        weight: `[out, in]`, likewise.
         bias: `[out]` or None.
-        config: see `few_rows_config`; None: that default.
+        config: a `FewRowsConfig`; None: that of `few_rows_config`.
+        act: "silu" or "gelu_tanh": the first half of the outputs goes through it and multiplies the second,
+            all rounded as by `activation.silu_and_mul` after an unfused product.
 
     Returns:
-        `[rows, out]` of `x`'s dtype.
+        `[rows, out]` of `x`'s dtype, with `act` `[rows, out / 2]`.
     """
-    rows, size_in = x.shape
-    size_out = weight.shape[0]
-    out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    block_out, block_in, warps = config or few_rows_config(rows, size_in, size_out)
-    _few_rows_linear(
-        (ceil_div(size_out, block_out), 1, 1),
-        (x, weight, weight if bias is None else bias, out),
-        (x.stride(0), weight.stride(0), size_out),
-        (),
-        (rows, power_of_2(rows), size_in, size_out, block_out, block_in, bias is not None),
-        warps,
-    )
-    return out
+    return _launch(x, None, None, 0.0, weight, bias, act, config)[0]
+
+
+def rms_norm_few_rows_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    config: tuple[int, ...] | None = None,
+    act: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`few_rows_linear` of the RMS norm of `x + residual`, without rounding between the two.
+
+    Args:
+        x: `[rows, in]`, as for `few_rows_linear`.
+        residual: same shape, the stream, which stays as it is; None: `x` is the stream.
+        norm_weight: `[in]`, of `x`'s dtype or float32.
+        eps: added to the mean square.
+        weight, bias, config, act: as for `few_rows_linear`.
+
+    Returns:
+        The product, and the new stream: `x + residual` rounded to `x`'s dtype (a new tensor), or `x`.
+    """
+    return _launch(x, residual, norm_weight, eps, weight, bias, act, config)
