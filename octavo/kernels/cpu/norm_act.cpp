@@ -5,7 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "common.h"
+#include "gate.h"
 
 using namespace octavo;
 
@@ -69,25 +69,11 @@ inline bool with_dtypes(int32_t dtype, int32_t weight_dtype, const F& f) {
     return known;
 }
 
-// Gates of the activations, as ops.py numbers them, in the form g * sigmoid(slope(g)).
-enum Gate : int32_t { SILU = 0, GELU_TANH = 1 };
-
-struct Silu {
-    static float slope(float g) { return g; }
-};
-// g / 2 (1 + tanh(u)) = g sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3)
-struct GeluTanh {
-    static float slope(float g) { return g * (1.59576912f + 0.0713548163f * g * g); }
-};
-
 template <class G, class T>
 inline void gate_row(const T* gate, const T* up, T* out, int64_t from, int64_t to) {
 #pragma omp simd
     for (int64_t i = from; i < to; i++) {
-        float g = to_float(gate[i]), s = G::slope(g);
-        // Below -87 exp(-s) would leave float32's range; the gate is 0 there to within 1e-35.
-        float e = exp2_of<float, int32_t>((s < -87.0f ? 87.0f : -s) * LOG2_E);
-        put(out[i], rounded_to<T>(g / (1.0f + e)) * to_float(up[i]));
+        put(out[i], rounded_to<T>(gate_of<G>(to_float(gate[i]))) * to_float(up[i]));
     }
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from octavo.kernels.cpu.ops import differ, dtype_code, library, row_stride
 
-_SILU, _GELU_TANH = 0, 1  # `Gate` in norm_act.cpp
+_SILU, _GELU_TANH = 0, 1  # `Gate` in gate.h
 
 # A decode step calls the norms some hundred times: a microsecond here is a tenth of a millisecond there.
 # `empty_like` is the quickest way to a new tensor, and of a slice of rows makes contiguous ones.

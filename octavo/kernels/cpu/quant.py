@@ -1,0 +1,178 @@
+"""Products with quantized matrices in C++; twin: `octavo.kernels.reference_quant`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from octavo.kernels.cpu.ops import available, differ, dtype_code, library, row_stride
+from octavo.kernels.reference_quant import BLOCK, QuantizedMatrix
+
+_ALIGNMENT = 64  # bytes: a line of the cache
+SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
+_NO_GATE = -1
+
+
+class _Part(ctypes.Structure):
+    """`QuantPart` in quant.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("target", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("has_minimum", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
+    ]
+
+
+class _Matrix(ctypes.Structure):
+    """`QuantMatrix` in quant.h."""
+
+    _fields_ = [
+        ("parts", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+    ]
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    lib = library()
+    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    for name, arguments, result in (
+        ("octavo_quant_bytes", [p, n], n),
+        ("octavo_quant_pack", [p, n, p, p, p, p, n], i),
+        ("octavo_quant_rows", [p, p, n, p, i, n], i),
+        ("octavo_quant_linear", [p, p, n, n, p, p, n, i, i, n], i),
+    ):
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, result
+    return lib
+
+
+def lanes() -> int:
+    """Rows that the kernels compute side by side: 8 or 16; 0 where there are no such kernels (the CPU has
+    no AVX2, or the library cannot be built)."""
+    return int(library().octavo_quant_lanes()) if available() else 0
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    raw = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -raw.data_ptr() % _ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+class PackedMatrix:
+    """One matrix of one or several parts, each some of its rows, in the layout of the kernels.
+
+    Args:
+        parts: in the order of their rows, with equal columns; not kept.
+        columns: of x; what a part has beyond is padding.
+    """
+
+    def __init__(self, parts: Sequence[QuantizedMatrix], columns: int):
+        lib = _functions()
+        self.columns = columns
+        self.rows = sum(part.q.shape[0] for part in parts)
+        padded = -(-columns // BLOCK) * BLOCK
+        self._data: list[torch.Tensor] = []
+        self._parts = (_Part * len(parts))()
+        target = 0
+        for part, packed in zip(parts, self._parts, strict=True):
+            rows, fmt = part.q.shape[0], part.format
+            if part.q.shape[1] != padded:
+                raise ValueError(f"a part has {part.q.shape[1]} columns, not {padded}")
+            packed.rows, packed.target = rows, target
+            packed.bits, packed.group, packed.has_minimum = fmt.bits, fmt.group, fmt.has_minimum
+            packed.zero = fmt.zero
+            nbytes = lib.octavo_quant_bytes(ctypes.byref(packed), padded)
+            if nbytes < 0:
+                raise ValueError(f"no kernel for {fmt}")
+            data = _aligned(nbytes)
+            packed.data = data.data_ptr()
+            q, scale = part.q.contiguous(), part.scale.contiguous()
+            minimum = None if part.minimum is None else part.minimum.contiguous()
+            lib.octavo_quant_pack(
+                ctypes.byref(packed),
+                padded,
+                q.data_ptr(),
+                scale.data_ptr(),
+                0 if minimum is None else minimum.data_ptr(),
+                data.data_ptr(),
+                torch.get_num_threads(),
+            )
+            self._data.append(data)
+            target += rows
+        self._matrix = _Matrix(ctypes.addressof(self._parts), len(parts), self.rows, columns, padded // BLOCK)
+        self._address = ctypes.addressof(self._matrix)
+        self._linear = lib.octavo_quant_linear
+        self._gates = len(parts) == 1 and self.rows % (2 * lanes()) == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(data.nbytes for data in self._data)
+
+    @property
+    def gates(self) -> bool:
+        """Whether `linear` takes a gate."""
+        return self._gates
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gate: int = _NO_GATE) -> torch.Tensor:
+        """`x @ W^T + bias` of x's 8-bit form: `[any, columns]` to `[any, rows]`, in `x`'s dtype.
+
+        Args:
+            x: float32 or bfloat16.
+            bias: `[rows]`, of `x`'s dtype.
+            gate: SILU or GELU_TANH, if the matrix `gates`: the result is that of the first half of the
+                rows times the second, `[any, rows / 2]`.
+        """
+        n, columns = x.shape
+        if columns != self.columns:
+            raise ValueError(f"x has {columns} columns, the matrix {self.columns}")
+        if bias is not None and bias.dtype is not x.dtype:
+            raise differ(x, bias)
+        width = self.rows if gate == _NO_GATE else self.rows // 2
+        out = x.new_empty((n, width))
+        status = self._linear(
+            self._address,
+            x.data_ptr(),
+            n,
+            row_stride(x),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            width,
+            gate,
+            dtype_code(x),
+            torch.get_num_threads(),
+        )
+        if status:
+            raise ValueError(f"a matrix of {self.rows} rows in {len(self._parts)} parts takes no gate")
+        return out
+
+    def look_up(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the matrix, `ids` integer `[n]`, all below `rows` (not checked): `[n, columns]` in `dtype`."""
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty(len(ids), self.columns, dtype=dtype)
+        _functions().octavo_quant_rows(
+            self._address, ids.data_ptr(), len(ids), out.data_ptr(), dtype_code(out), torch.get_num_threads()
+        )
+        return out
+
+    def equals(self, other: PackedMatrix) -> bool:
+        """Whether both store the same numbers."""
+        if len(self._parts) != len(other._parts) or self.rows != other.rows:
+            return False
+        same = all(
+            getattr(a, name) == getattr(b, name)
+            for a, b in zip(self._parts, other._parts, strict=True)
+            for name in ("rows", "bits", "group", "has_minimum", "zero")
+        )
+        return same and all(torch.equal(a, b) for a, b in zip(self._data, other._data, strict=True))
