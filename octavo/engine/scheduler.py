@@ -73,6 +73,9 @@ class Scheduler:
         )  # when the request was served last, of those that take turns
         self._epoch = np.zeros(slots, np.int64)  # grows when a slot changes hands
         self._streams = np.zeros(slots, bool)
+        self._num_reported = np.zeros(slots, np.int32)  # output tokens that have left the core
+        self._terse = np.zeros(slots, bool)  # streams tokens and nothing else, the first of them told
+        self._ids = [""] * slots
         self._wants_prompt_logprobs = np.zeros(slots, bool)
         self._tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self._stop_uses = np.zeros(limits.vocab_size, np.int32)  # requests in slots that a token ends
@@ -224,6 +227,8 @@ class Scheduler:
         preempted = False
         if not short_of.any():
             return preempted
+        if self._grow_by_one(run[short_of], rows[short_of], updates):
+            return preempted
         for i in np.flatnonzero(short_of):
             slot = int(run[i])
             while self._by_slot[slot] is not None:
@@ -238,6 +243,18 @@ class Scheduler:
             for group, changes in enumerate(updates):
                 updates[group] = [change for change in changes if self._by_slot[change[0]] is not None]
         return preempted
+
+    def _grow_by_one(self, slots: np.ndarray, rows: np.ndarray, updates: list[_TableChanges]) -> bool:
+        """Give each of these requests one more block, if all of them need just that and have one table."""
+        if len(updates) > 1 or (rows > 1).any() or len(slots) > self.kv.pool.num_free:
+            return False
+        tables = [self._at(slot).seq.tables[0] for slot in slots.tolist()]
+        blocks = self.kv.pool.allocate(len(tables))
+        for slot, table, block in zip(slots.tolist(), tables, blocks, strict=True):
+            updates[0].append((slot, len(table), block))
+            table.append(block)
+        self._capacity[slots] += self.kv.block_size
+        return True
 
     def _free_passed(self, run: np.ndarray) -> None:
         """Free the blocks that the windows of running requests have passed."""
@@ -392,22 +409,24 @@ class Scheduler:
             self.stats.prompt_tokens += int(self._prompt_len[slot])
         may_end = (known + 1 >= self._max_total[slots]) | (self._stop_uses[tokens] > 0)
         outputs: list[CoreOutput] = []
-        news = np.flatnonzero(may_end | self._streams[slots])
-        if not len(news):
-            return outputs
+        terse = self._terse[slots] & ~may_end
+        if terse.any():  # the common case, made short
+            told = slots[terse]
+            self._num_reported[told] += 1
+            ids = self._ids
+            outputs = [
+                CoreOutput(ids[slot], [token])
+                for slot, token in zip(told.tolist(), tokens[terse].tolist(), strict=True)
+            ]
+        news = np.flatnonzero((may_end | self._streams[slots]) & ~terse)
         for slot, token, ending in zip(
             slots[news].tolist(), tokens[news].tolist(), may_end[news].tolist(), strict=True
         ):
-            request = self._by_slot[slot]
-            assert request is not None
+            request = self._at(slot)
             if ending and (ended := self._ended(request, slot, token)) is not None:
                 outputs.append(ended)
             elif request.core.stream:
-                if request.num_reported and request.core.params.logprobs is None:
-                    request.num_reported += 1  # the common case, made short
-                    outputs.append(CoreOutput(request.core.request_id, [token]))
-                else:
-                    outputs.append(self._report(request))
+                outputs.append(self._report(request))
         return outputs
 
     def _ended(self, request: Request, slot: int, token: int) -> CoreOutput | None:
@@ -449,11 +468,10 @@ class Scheduler:
         full = ready // self.kv.block_size > self._num_registered[slots]
         if not full.any():
             return
-        for i in np.flatnonzero(full).tolist():
-            slot = int(slots[i])
-            request = self._at(slot)
-            self.kv.register(request.seq, self._tokens[slot], int(ready[i]), step)
-            self._num_registered[slot] = int(ready[i]) // self.kv.block_size
+        slots, ready = slots[full], ready[full]
+        for slot, count in zip(slots.tolist(), ready.tolist(), strict=True):
+            self.kv.register(self._at(slot).seq, self._tokens[slot], count, step)
+        self._num_registered[slots] = ready // self.kv.block_size
 
     # ---- moving requests ------------------------------------------------------------------------
 
@@ -485,6 +503,9 @@ class Scheduler:
         self._max_total[slot] = request.max_total
         self._last_turn[slot] = self._turns
         self._streams[slot] = core.stream
+        self._num_reported[slot] = request.num_reported
+        self._terse[slot] = False
+        self._ids[slot] = core.request_id
         self._wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
         for token in request.stop_ids:
             self._stop_uses[token] += 1
@@ -506,6 +527,7 @@ class Scheduler:
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot
         request.token_ids = self._tokens[slot, : self._num_known[slot]].copy()
+        request.num_reported = int(self._num_reported[slot])
         self._epoch[slot] += 1
         self._by_slot[slot] = None
         self._free_slots.append(slot)
@@ -549,18 +571,22 @@ class Scheduler:
     def _report(self, request: Request) -> CoreOutput:
         """What is new of a request since the last report."""
         slot = request.slot
-        start = request.prompt_len + request.num_reported
+        reported = request.num_reported if slot < 0 else int(self._num_reported[slot])
+        start = request.prompt_len + reported
         tokens = request.token_ids[start:] if slot < 0 else self._tokens[slot, start : self._num_known[slot]]
         new = tokens.tolist()
         output = CoreOutput(request.core.request_id, new, num_cached_tokens=max(request.num_cached, 0))
         output.pooled = request.pooled
         if request.core.params.logprobs is not None:
             output.logprobs, request.logprobs = request.logprobs, []
-        if request.num_reported == 0:
+        if reported == 0:
             output.metrics = request.metrics
             if request.core.params.prompt_logprobs is not None:
                 output.prompt_logprobs = request.prompt_logprobs or None
-        request.num_reported += len(new)
+        request.num_reported = reported + len(new)
+        if slot >= 0:
+            self._num_reported[slot] = request.num_reported
+            self._terse[slot] = request.core.stream and request.core.params.logprobs is None
         return output
 
     # ---- checks ---------------------------------------------------------------------------------
