@@ -227,6 +227,7 @@ class ModelFacts:
         max_num_batched_tokens: most rows of a step.
         summary: start-up figures for the log, by name.
         pooling_type: LAST, MEAN or CLS of an engine that makes embeddings, else None.
+        step_weight_bytes: bytes of weights that a step reads, at most (0: not known).
     """
 
     max_model_len: int
@@ -238,6 +239,7 @@ class ModelFacts:
     max_num_batched_tokens: int
     summary: dict[str, str]
     pooling_type: str | None = None
+    step_weight_bytes: int = 0
 
     @property
     def kv_capacity(self) -> int:

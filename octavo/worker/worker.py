@@ -34,6 +34,7 @@ from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.pooling_runner import LaunchedPooling, PoolingRunner
+from octavo.worker.weight_bytes import step_weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Worker:
         self.facts = replace(
             self.facts,
             cache_root=root,
+            step_weight_bytes=step_weight_bytes(self.model),
             summary={
                 "model": source.name,
                 "architecture": self._describe_architecture(),
