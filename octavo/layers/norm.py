@@ -41,6 +41,11 @@ class RMSNorm(Layer):
         if self.offset:
             self.weight.add_(self.offset)
 
+    @property
+    def rms_weight(self) -> torch.Tensor:
+        """The norm's whole parameters but for `eps`: kernels that take the norm in ask for them."""
+        return self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., size]`."""
         return ops.rms_norm(x, self.weight, self.eps)
@@ -66,6 +71,7 @@ class LayerNorm(Layer):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    rms_weight = None  # not such a norm
 
     def __init__(self, size: int, eps: float, bias: bool = True):
         super().__init__()

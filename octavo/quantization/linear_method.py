@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from octavo.errors import ConfigError
-
-GatedActivation = Callable[[torch.Tensor], torch.Tensor]  # `[rows, 2 n]` to `[rows, n]`
+from octavo.quantization import gpu_linear
+from octavo.quantization.gpu_linear import GatedActivation as GatedActivation
 
 
 class AddingNorm(Protocol):
     """A norm of the residual stream (`octavo.layers.norm`)."""
 
     eps: float
+
+    @property
+    def rms_weight(self) -> torch.Tensor | None:
+        """What a row is multiplied by once it is divided by its root mean square, `[size]`; None: the norm
+        is another."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -158,18 +161,6 @@ def packs(weight: torch.Tensor) -> bool:
     return weight.dtype in (torch.float32, torch.bfloat16) and not cpu_lacks(weight.dtype)
 
 
-FEW_ROWS = 2  # up to which a kernel of our own may beat cuBLAS on a GPU
-
-
-@functools.cache
-def _few_rows() -> Any:
-    """The Triton kernel's module, or None without Triton (`octavo.kernels.ops` warns of that)."""
-    try:
-        return importlib.import_module("octavo.kernels.triton.linear")
-    except ImportError:
-        return None
-
-
 class UnquantizedLinearMethod(LinearMethod):
     """The matrix as it is, `weight [out, in]` in the activations' dtype; packed for oneDNN on a CPU."""
 
@@ -202,10 +193,33 @@ class UnquantizedLinearMethod(LinearMethod):
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         if x.is_cpu and x.shape[0] >= _WIDEN_ROWS and cpu_lacks(x.dtype):
             return widening_linear(x, weight, bias)
-        if x.is_cuda and x.shape[0] <= FEW_ROWS and (few := _few_rows()) is not None:
-            if few.beats_cublas(x.shape[0], x.shape[1], weight.shape[0]):
-                return few.few_rows_linear(x, weight, bias)
+        if gpu_linear.serves(x):
+            return gpu_linear.linear(x, weight, bias)
         return F.linear(x, weight, bias)
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
+    ) -> torch.Tensor:
+        if gpu_linear.serves(x):
+            return gpu_linear.linear(x, layer.weight, bias, act)  # type: ignore[arg-type]
+        return super().apply_gated(layer, x, bias, act)
+
+    def apply_after(
+        self,
+        layer: nn.Module,
+        norm: AddingNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        act: GatedActivation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = norm.rms_weight if gpu_linear.serves(x) else None
+        if scale is not None:
+            weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+            fused = gpu_linear.rms_norm_linear(x, residual, scale, norm.eps, weight, bias, act)
+            if fused is not None:
+                return fused
+        return super().apply_after(layer, norm, x, residual, bias, act)
 
 
 def linear_method(quantization: str | None, prefix: str) -> LinearMethod:

@@ -230,15 +230,6 @@ def few_rows_config(
     return FewRowsConfig(outputs, min(1024, width), 4)
 
 
-def beats_cublas(rows: int, size_in: int, size_out: int) -> bool:
-    """Whether `few_rows_linear` is the faster one, as measured on an H200.
-
-    At one row always (by 2 to 45%, most for small matrices); at two rows for small matrices alone, where
-    cuBLAS is far from the bandwidth.
-    """
-    return rows == 1 or (rows == 2 and size_in * size_out <= 4 << 20)
-
-
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
