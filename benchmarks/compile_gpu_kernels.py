@@ -22,32 +22,21 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from compile_only import compile_only
 
-from octavo.kernels.triton import activation, attention, latent, linear, norm, rotary_kv, sampling
+from octavo.kernels.triton import (
+    activation,
+    attention,
+    latent,
+    linear,
+    norm,
+    rotary_kv,
+    sampling,
+    skinny_linear,
+)
 
 # Shared memory of a multiprocessor by compute capability: it decides between tiles.
 _SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
-
-
-class _StandInDriver:
-    """Answers what compilation asks of a driver."""
-
-    def __init__(self, capability: int):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def _report(compiled: Any) -> str:
@@ -215,6 +204,26 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             torch.empty(size_out, size_in, dtype=bf16),
         )
         found.append((f"few_rows_linear {rows} x {size_in} to {size_out}", product))
+    for rows, size_in, size_out, act, cut in [
+        (16, 4096, 4096, None, (16, 256, 6, 4, 1, 32)),
+        (32, 4096, 6144, None, (64, 128, 4, 4, 1, 32)),
+        (32, 3072, 1024, None, (32, 256, 3, 4, 4, 32)),
+        (32, 4096, 28672, "silu", (64, 128, 3, 4, 1, 32)),
+        (32, 1024, 6144, "gelu_tanh", (32, 128, 4, 4, 2, 32)),
+        (64, 14336, 4096, None, (128, 64, 6, 8, 4, 32)),
+        (128, 4096, 4096, None, (128, 64, 4, 8, 4, 32)),
+        (128, 4096, 4096, None, (64, 64, 4, 8, 2, 32, False)),
+        (17, 577, 1531, None, (32, 128, 4, 4, 1, 32)),
+    ]:
+        product = functools.partial(
+            skinny_linear.skinny_linear,
+            torch.empty(rows, size_in, dtype=bf16),
+            torch.empty(size_out, size_in, dtype=bf16),
+            None,
+            act,
+            skinny_linear.SkinnyConfig(*cut),
+        )
+        found.append((f"skinny_linear {rows} x {size_in} to {size_out} {act or ''} {cut}", product))
     keys, temperature = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     for dtype in (f32, bf16):
         logits = torch.empty(4, 128256, dtype=dtype)
@@ -232,16 +241,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.capability not in _SHARED_KIB:
         parser.error(f"--capability {args.capability} is not known: use one of {sorted(_SHARED_KIB)}")
-    triton.runtime.driver.set_active(_StandInDriver(args.capability))
+    compiled = compile_only(args.capability)
     attention.shared_memory = lambda device: _SHARED_KIB[args.capability] << 10
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *call_args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = run(self, *call_args, grid=grid, warmup=True, **kwargs)
-        compiled.append((self.__name__, kernel))  # and None to the launcher, which then keeps nothing
-
-    JITFunction.run = compile_only
     failures = 0
     for name, call in cases():
         if args.only not in name:
