@@ -94,7 +94,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantized_linear(
     x: torch.Tensor, parts: list[QuantizedMatrix], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`x @ W^T + bias` of x's 8-bit form: `[rows, columns]` to `[rows, sum of the parts' rows]`, in `x`'s dtype.
+    """`x @ W^T + bias` of x's 8-bit form: `[rows, columns]` to `[rows, rows of all parts]`, in `x`'s dtype.
 
     The products are those of the integers, as one float32 product per block of columns would be: x's
     numbers and the weights' are exact in float32.
@@ -134,10 +134,9 @@ class PlainMatrix:
         self.rows = sum(part.q.shape[0] for part in parts)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        tensors = [t for p in self.parts for t in (p.q, p.scale, p.minimum) if t is not None]
-        return sum(t.nbytes for t in tensors)
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that holds it."""
+        return [t for p in self.parts for t in (p.q, p.scale, p.minimum) if t is not None]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`quantized_linear` of `x` `[any, columns]`."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from functools import partial
 
-from octavo.layers.layer import BuildContext, Layer, LoadTarget, empty_parameter
+import torch
+
+from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.embedding_method import EmbeddingMethod, embedding_method
 from octavo.quantization.linear_method import LinearMethod, Shard
 
 
@@ -25,7 +27,7 @@ class VocabEmbedding(Layer):
         scale: factor of the vectors.
     """
 
-    weight: torch.nn.Parameter
+    method: EmbeddingMethod
     group: TensorParallelGroup
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0):
@@ -39,14 +41,21 @@ class VocabEmbedding(Layer):
         # Rounded to the model's dtype, as Gemma is trained; Granite's factors are exact in each.
         self.scale = float(torch.tensor(self.scale, dtype=build.dtype))
         self.rows, self.first, self.real = vocab_range(self.vocab_size, build.group)
-        self.weight = empty_parameter(self.rows, self.hidden_size, build=build)
+        self.method = embedding_method(build.linear_method(prefix))
+        self.method.create_weights(self, self.rows, self.hidden_size, build.dtype, build.device)
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
-        return {f"{prefix}.weight": LoadTarget((self.vocab_size, self.hidden_size), self._load)}
+        shapes = self.method.checkpoint_tensors(self.vocab_size, self.hidden_size)
+        return {
+            f"{prefix}.{name}": LoadTarget(shape, partial(self._load, name), encodings=self.method.keeps)
+            for name, shape in shapes.items()
+        }
 
-    def _load(self, tensor: torch.Tensor) -> None:
-        self.weight[: self.real].copy_(tensor[self.first : self.first + self.real])
-        self.weight[self.real :].zero_()
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        _load_tokens(self, name, tensor)
+
+    def process_after_load(self) -> None:
+        self.method.finish_embedding(self)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         vectors = self._look_up(token_ids)
@@ -54,10 +63,10 @@ class VocabEmbedding(Layer):
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.method.look_up(self, token_ids)
         local = token_ids - self.first
         mine = (local >= 0) & (local < self.rows)
-        vectors = F.embedding(local.where(mine, 0), self.weight)
+        vectors = self.method.look_up(self, local.where(mine, 0))
         return self.group.all_reduce(vectors * mine.unsqueeze(-1))
 
 
@@ -77,6 +86,7 @@ class LMHead(Layer):
         super().__init__()
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
+        self._has_own = False
         # In a tuple, so that the embedding is not registered (and named) a second time.
         self._tied_to = (tied_to,)
 
@@ -88,36 +98,45 @@ class LMHead(Layer):
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group
         self.rows, self.first, self.real = vocab_range(self.vocab_size, build.group)
-        self.method = build.linear_method(prefix)
+        self.method = build.linear_method(prefix) if self.tied_to is None else self.tied_to.method
+        self._create_own = partial(
+            self.method.create_weights, self, self.rows, self.hidden_size, build.dtype, build.device
+        )
         if self.tied_to is None:
-            self._create_own(build.dtype, build.device)
-
-    def _create_own(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.method.create_weights(self, self.rows, self.hidden_size, dtype, device)
+            self._create_own()
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         shapes = self.method.checkpoint_tensors(self.vocab_size, self.hidden_size)
         optional = self.tied_to is not None
         return {
-            f"{prefix}.{name}": LoadTarget(shape, lambda t, name=name: self._load(name, t), optional)  # type: ignore[misc]
+            f"{prefix}.{name}": LoadTarget(
+                shape, partial(self._load, name), optional, encodings=self.method.keeps
+            )
             for name, shape in shapes.items()
         }
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
-        if self.tied_to is not None and not self._parameters:
-            self._create_own(self.tied_to.weight.dtype, self.tied_to.weight.device)
-        for parameter in self._parameters.values():
-            if parameter is not None and self.real < self.rows:
-                parameter[self.real :].zero_()
-        self.method.load_shard(self, name, tensor, Shard(0, self.first, self.real, 0, self.hidden_size))
+        if self.tied_to is not None and not self._has_own:
+            self._create_own()
+        self._has_own = True
+        _load_tokens(self, name, tensor)
 
     def process_after_load(self) -> None:
         if self.tied_to is not None:
-            own = self._parameters.get("weight")
-            if own is None or torch.equal(own, self.tied_to.weight):
-                self.weight = self.tied_to.weight
+            method = self.tied_to.method
+            if not self._has_own or method.same(self, self.tied_to):
+                method.share(self, self.tied_to)
         self.method.process_after_load(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.group.all_gather(self.method.apply(self, hidden, None))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+
+
+def _load_tokens(layer: VocabEmbedding | LMHead, name: str, tensor: torch.Tensor) -> None:
+    """This rank's tokens of a checkpoint's tensor; those that only pad the vocabulary are zero."""
+    if layer.real < layer.rows:
+        for parameter in layer.parameters(recurse=False):
+            parameter[layer.real :].zero_()
+    shard = Shard(0, layer.first, layer.real, 0, layer.hidden_size)
+    layer.method.load_shard(layer, name, tensor, shard)

@@ -48,13 +48,15 @@ class LoadTarget:
     """Where one checkpoint tensor goes: its full shape there, and what copies this rank's piece.
 
     `covers` makes it another spelling of the targets that it names (a fused matrix of its parts, a
-    stack of single experts): a checkpoint holds either these or it.
+    stack of single experts): a checkpoint holds either these or it. `encodings` are GGML's, in which it takes
+    a tensor as it is stored, as a `QuantizedTensor`.
     """
 
     shape: tuple[int, ...]
     load: Callable[[torch.Tensor], None]
     optional: bool = False
     covers: tuple[str, ...] = ()
+    encodings: frozenset[str] = frozenset()
 
 
 class Layer(nn.Module, ABC):

@@ -72,7 +72,9 @@ class MergedColumnParallelLinear(Layer):
         """The tensors of a matrix of `out_features` rows, of which this rank takes `shards`."""
         shapes = self.method.checkpoint_tensors(out_features, self.in_features)
         targets = {
-            f"{name}.{tensor}": LoadTarget(shape, partial(self._load_weight, tensor, shards))
+            f"{name}.{tensor}": LoadTarget(
+                shape, partial(self._load_weight, tensor, shards), encodings=self.method.keeps
+            )
             for tensor, shape in shapes.items()
         }
         if self.has_bias:
@@ -215,7 +217,7 @@ class RowParallelLinear(Layer):
         targets = {}
         for name, shape in self.method.checkpoint_tensors(self.out_features, self.in_features).items():
             load = partial(self._load_weight, name, shard)
-            targets[f"{prefix}.{name}"] = LoadTarget(shape, load)
+            targets[f"{prefix}.{name}"] = LoadTarget(shape, load, encodings=self.method.keeps)
         if self.bias is not None:
             targets[f"{prefix}.bias"] = LoadTarget((self.out_features,), copy_into(self.bias))
         return targets

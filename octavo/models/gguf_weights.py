@@ -1,4 +1,5 @@
-"""Weights of a GGUF file under Hugging Face's names and in its row order, decoded one by one."""
+"""Weights of a GGUF file under Hugging Face's names and in its row order, one by one, decoded or kept as they
+are."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from octavo.models.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.gguf_quants import dequantize
 from octavo.models.mapped_file import MappedFile
 from octavo.models.targets import Targets, check_tensors
+from octavo.quantization.gguf_blocks import quantized_matrix
+from octavo.quantization.quantized_tensor import QuantizedTensor
 
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 _QK_NAME = re.compile(r"self_attn\.([qk])_proj\.")
@@ -40,6 +43,7 @@ def gguf_weights(
 ) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
     """Total elements, and the weights one by one in `dtype` on `device`.
 
+    A matrix in one of the encodings that its target takes comes as a `QuantizedTensor` instead.
     Where a tied model's file stores its one matrix twice, the copy of more bits serves for both ends.
 
     Raises:
@@ -77,6 +81,10 @@ def gguf_weights(
             match = _QK_NAME.search(name)
             if match and heads:
                 raw = _unpermute(raw, tensor.shape[0], heads[match[1]])
+            if tensor.type_name in targets[name].encodings and len(tensor.shape) == 2:
+                kept = quantized_matrix(tensor.type_name, raw, *tensor.shape)
+                if kept is not None:
+                    return QuantizedTensor.of(kept)
             offset = family.norm_offset if name.endswith("norm.weight") else 0.0
             try:
                 if offset:

@@ -50,7 +50,8 @@ def build_model(
         max_model_len: tokens of the longest context; None takes the config's.
         block_size: tokens per KV block.
         kv_dtype: of the KV cache; None takes `dtype`.
-        quantization: None (other formats come later).
+        quantization: how weights are stored: None for `dtype`, or "gguf" (a GGUF file's encodings) or "int8",
+            both on a CPU.
         with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +49,14 @@ class LinearMethod(ABC):
 
     A method is stateless: it registers parameters on the layer and reads them back. The bias, which
     no format quantizes, is the layer's.
+
+    Attributes:
+        name: the setting's value, or "unquantized".
+        keeps: GGML's encodings in which a tensor may come as a `QuantizedTensor`.
     """
 
     name: str
+    keeps: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def create_weights(
@@ -230,4 +235,10 @@ def linear_method(quantization: str | None, prefix: str) -> LinearMethod:
     """
     if quantization is None:
         return UnquantizedLinearMethod()
+    # Methods build on this module.
+    from octavo.quantization.quantized_method import GGUFMethod, Int8Method
+
+    for method in (GGUFMethod, Int8Method):
+        if quantization == method.name:
+            return method()
     raise ConfigError(f"quantization={quantization!r} is not supported by this version: leave it out")

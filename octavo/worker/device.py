@@ -9,7 +9,9 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kernels.quant_ops import has_kernels
 from octavo.models.config import ModelConfig
+from octavo.models.locate import ModelSource
 from octavo.planning.hardware import detect_cpu, usable_cores
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,28 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
     ):
         return "float16"
     return model.dtype
+
+
+def choose_quantization(
+    name: str | None, source: ModelSource, load_format: str, device: torch.device
+) -> str | None:
+    """How weights are stored, as `build_model` takes it: None for plain numbers in the model's dtype.
+
+    By default a GGUF file's encodings are kept on a CPU that has kernels for them.
+
+    Raises:
+        ConfigError: a setting that does not fit the model or the device.
+    """
+    stored = source.kind == "gguf" and load_format != "dummy"
+    if name is None:
+        return "gguf" if stored and device.type == "cpu" and has_kernels() else None
+    if name == "none":
+        return None
+    if name == "gguf" and not stored:
+        raise ConfigError(
+            f"quantization='gguf' keeps the encodings of a GGUF file, and {source.name} is none: leave it out"
+        )
+    return name
 
 
 def set_threads(config: EngineConfig, device: torch.device) -> int:

@@ -29,7 +29,7 @@ from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import configured_model
 from octavo.models.pooling_config import pooling_settings
 from octavo.sampling_params import SamplingParams
-from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
+from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
@@ -57,6 +57,7 @@ class Worker:
         self.model_config = load_model_config(source, config.model_impl)
         self.pooling = pooling_settings(config, source, self.model_config)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
+        self.quantization = choose_quantization(config.quantization, source, config.load_format, self.device)
         wanted = self._wanted_length(self.model_config)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
             8192 if self.device.type == "cuda" else 2048
@@ -68,6 +69,7 @@ class Worker:
             attention_backend=config.attention_backend,
             max_model_len=wanted,
             block_size=config.block_size,
+            quantization=self.quantization,
             with_head=self.pooling is None,
         )
         self._check_size(build)
@@ -97,7 +99,7 @@ class Worker:
         rope = f"{model.rope!r}:{sorted(variant.items())!r}"
         root = root_key(
             fingerprint(source, self.model_config, config.load_format, config.seed),
-            self.dtype,
+            self.dtype if self.quantization is None else f"{self.dtype}+{self.quantization}",
             ";".join(f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups),
             rope,
             config.block_size,
@@ -112,6 +114,7 @@ class Worker:
                 "architecture": self._describe_architecture(),
                 "device": self._describe_device(threads),
                 "dtype": self.dtype,
+                "weights": self._describe_weights(),
                 "attention": self.model.attention_layers()[0].backend.name,
                 "kv cache": describe_pool(self.groups, self.facts.num_blocks),
                 "decode steps": "CUDA graphs, recorded at first use" if self.runner.graphs else "eager",
@@ -288,6 +291,14 @@ class Worker:
     def _describe_architecture(self) -> str:
         model = self.model_config
         return model.architecture + (" through transformers" if model.implementation != "octavo" else "")
+
+    def _describe_weights(self) -> str:
+        if self.quantization is None:
+            return "as dtype"
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        nbytes = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        kept = "as the GGUF file encodes them" if self.quantization == "gguf" else self.quantization
+        return f"{kept} ({nbytes / 1e6:.0f} MB)"
 
     def _describe_device(self, threads: int) -> str:
         if self.device.type == "cuda":

@@ -116,9 +116,9 @@ class PackedMatrix:
         self._gates = len(parts) == 1 and self.rows % (2 * lanes()) == 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return sum(data.nbytes for data in self._data)
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that holds it, uint8."""
+        return self._data
 
     @property
     def gates(self) -> bool:
@@ -158,7 +158,8 @@ class PackedMatrix:
         return out
 
     def look_up(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the matrix, `ids` integer `[n]`, all below `rows` (not checked): `[n, columns]` in `dtype`."""
+        """Rows of the matrix, `ids` integer `[n]`, all below `rows` (not checked): `[n, columns]` in `dtype`
+        (float32 or bfloat16)."""
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty(len(ids), self.columns, dtype=dtype)
         _functions().octavo_quant_rows(
