@@ -108,7 +108,13 @@ class EngineConfig:
         "bfloat16, and where float16 is slow).",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    quantization: str | None = setting(None, "Quantize weights while loading.", only=(None,))
+    quantization: str | None = setting(
+        None,
+        "How weights are stored on a CPU: as a GGUF file encodes them, and computed on in that form (gguf); "
+        "rounded to 8 bits while loading (int8); or expanded to `dtype` (none). By default a GGUF file's "
+        "encodings are kept where the CPU has kernels for them (AVX2), and nothing else is quantized.",
+        choices=(None, "none", "gguf", "int8"),
+    )
     kv_cache_dtype: str = setting("auto", "Type of the KV cache; auto is the model's.", only=("auto",))
     device: str = setting(
         "auto", "auto, cpu, cuda or cuda:N. auto takes the first visible GPU, else the CPU."
@@ -302,7 +308,7 @@ def add_config_arguments(
             )
             continue
         if meta["choices"]:
-            options["choices"] = meta["choices"]
+            options["choices"] = [choice for choice in meta["choices"] if choice is not None]
         options["type"] = _parser_of(members, meta["unit"])
         if list in members:
             options["nargs"] = "+"
@@ -369,7 +375,7 @@ def _type_name(kind: Any) -> str:
 
 
 def _listing(values: tuple[Any, ...]) -> str:
-    texts = [str(v) for v in values]
+    texts = [str(v) for v in values if v is not None or len(values) == 1]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
