@@ -204,6 +204,26 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             torch.empty(size_out, size_in, dtype=bf16),
         )
         found.append((f"few_rows_linear {rows} x {size_in} to {size_out}", product))
+    for rows, size_in, size_out, act, norm_dtype in [
+        (1, 4096, 6144, None, bf16),
+        (1, 4096, 28672, "silu", bf16),
+        (1, 1024, 6144, "silu", bf16),
+        (1, 2304, 18432, "gelu_tanh", f32),
+        (1, 8192, 57344, "silu", bf16),
+        (4, 4096, 28672, "silu", bf16),
+        (3, 576, 3072, "silu", bf16),
+    ]:
+        product = functools.partial(
+            linear.rms_norm_few_rows_linear,
+            torch.empty(rows, size_in, dtype=bf16),
+            torch.empty(rows, size_in, dtype=bf16),
+            torch.empty(size_in, dtype=norm_dtype),
+            1e-6,
+            torch.empty(size_out, size_in, dtype=bf16),
+            act=act,
+        )
+        name = f"rms_norm_few_rows_linear {rows} x {size_in} to {size_out} {act} norm {str(norm_dtype)[6:]}"
+        found.append((name, product))
     for rows, size_in, size_out, act, cut in [
         (16, 4096, 4096, None, (16, 256, 6, 4, 1, 32)),
         (32, 4096, 6144, None, (64, 128, 4, 4, 1, 32)),

@@ -62,8 +62,8 @@ def _load_stream(x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row: tl.c
 @triton.jit
 def _load_norm(ptr, cols, IN: tl.constexpr, ALL_COLS: tl.constexpr):
     if ALL_COLS:
-        return tl.load(ptr + cols).to(tl.float32)
-    return tl.load(ptr + cols, mask=cols < IN, other=0.0).to(tl.float32)
+        return tl.load(ptr + cols)
+    return tl.load(ptr + cols, mask=cols < IN, other=0.0)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _stepping_kernel(
             )
             if NORM:
                 new_squares = new_squares + (squares[row] + _sum_by_8(x * x),)  # type: ignore[assignment]
-                x = x * factor
+                x = x * factor.to(tl.float32)
             new_sums = new_sums + (sums[row] + _sum_by_8(wide * x[None, :]),)  # type: ignore[assignment]
         sums = new_sums
         if NORM:
@@ -174,12 +174,14 @@ def _resident_kernel(
         factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
     wait_for_previous(OVERLAP)
     rows = ()
+    scales = ()
     for row in tl.static_range(ROWS):
         x = _load_stream(
             x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row, cols, IN, ALL_COLS, HAS_RESIDUAL
         )
         if NORM:
-            x = x * factor * tl.rsqrt(tl.sum(x * x, axis=0) / IN + eps)
+            scales = scales + (tl.rsqrt(tl.sum(x * x, axis=0) / IN + eps),)  # type: ignore[assignment]
+            x = x * factor.to(tl.float32)
         rows = rows + (x,)  # type: ignore[assignment]
     for step in range(TILES):
         wide = w.to(tl.float32)
@@ -190,6 +192,8 @@ def _resident_kernel(
             )
         for row in tl.static_range(ROWS):
             result = tl.sum(wide * rows[row][None, :], axis=1)
+            if NORM:
+                result *= scales[row]
             _store_results(result, bias_ptr, out_ptr, row, tile, OUT, BLOCK_OUT, HAS_BIAS, GELU)
         tile += tl.num_programs(0)
 
