@@ -73,10 +73,22 @@ def relu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("act", [None, ops.silu_and_mul, ops.gelu_tanh_and_mul, relu_and_mul])
 @pytest.mark.parametrize(
-    ("kind", "config"), [("few_rows", (8, 64, 4)), ("skinny", (16, 64, 2, 4)), ("cublas", None)]
+    ("kind", "rows", "config", "after_norm"),
+    [
+        ("few_rows", 3, (8, 64, 4), True),
+        ("skinny", 3, (16, 64, 2, 4), False),
+        ("skinny", 1, (16, 64, 2, 4), True),
+        ("cublas", 1, None, False),
+    ],
 )
 def test_choices(
-    kind: str, config: tuple[int, ...] | None, act: Any, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    rows: int,
+    config: tuple[int, ...] | None,
+    after_norm: bool,
+    act: Any,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each kernel of a choice, with activations that it can and cannot end with."""
     cut = skinny_linear.SkinnyConfig(*config) if config and kind == "skinny" else config
@@ -91,7 +103,7 @@ def test_choices(
     method.create_weights(layer, 24, 40, torch.float16, torch.device("cuda" if ON_GPU else "cpu"))
     layer.weight.copy_(gpu_tensor(24, 40) / 40**0.5)
     method.process_after_load(layer)
-    x, residual, bias = gpu_tensor(3, 40), gpu_tensor(3, 40), gpu_tensor(24)
+    x, residual, bias = gpu_tensor(rows, 40), gpu_tensor(rows, 40), gpu_tensor(24)
     norm = RMSNorm(40, 1e-5)
     norm.weight = torch.nn.Parameter(gpu_tensor(40, dtype=torch.float32), requires_grad=False)
 
@@ -100,7 +112,7 @@ def test_choices(
     out = method.apply(layer, x, bias) if act is None else method.apply_gated(layer, x, bias, act)
     assert (out.double() - want.double()).norm() < 3e-3 * want.double().norm()
     fused = act is not None and act is not relu_and_mul
-    assert asked == [(3, 40, 24, fused, x.device)]
+    assert asked == [(rows, 40, 24, fused, x.device)]
     names = {"few_rows": ["few_rows_linear"], "skinny": ["skinny_linear"], "cublas": []}[kind]
     assert calls == names
 
@@ -111,8 +123,8 @@ def test_choices(
     out, stream = method.apply_after(layer, norm, x, before, bias, act)
     assert (out.double() - want_out.double()).norm() < 3e-3 * want_out.double().norm()
     assert torch.equal(stream, want_stream)
-    assert calls == (["rms_norm_few_rows_linear"] if kind == "few_rows" else names)
-    assert torch.equal(before, residual) == (kind == "few_rows")
+    assert calls == (["rms_norm_few_rows_linear"] if after_norm else names)
+    assert torch.equal(before, residual) == after_norm
 
 
 @pytest.mark.parametrize("act", [None, ops.silu_and_mul])
