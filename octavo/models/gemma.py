@@ -35,12 +35,10 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
         cache: torch.Tensor,
         meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cache, meta)
-        x, residual = self.narrow(x, meta), self.narrow(residual, meta)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.pre_feedforward_layernorm.add(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        x, residual = self.self_attn.after(self.input_layernorm, x, residual, positions, cache, meta)
+        x, residual = self.post_attention_layernorm(self.narrow(x, meta)), self.narrow(residual, meta)
+        x, residual = self.mlp.after(self.pre_feedforward_layernorm, x, residual)
+        return self.post_feedforward_layernorm(x), residual
 
 
 class GemmaForCausalLM(LlamaForCausalLM):

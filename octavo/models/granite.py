@@ -31,11 +31,10 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
         cache: torch.Tensor,
         meta: Sequence[AttentionMetadata],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cache, meta) * self.scale
-        x, residual = self.narrow(x, meta), self.narrow(residual, meta)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x) * self.scale, residual
+        x, residual = self.self_attn.after(self.input_layernorm, x, residual, positions, cache, meta)
+        x, residual = self.narrow(x, meta) * self.scale, self.narrow(residual, meta)
+        x, residual = self.mlp.after(self.post_attention_layernorm, x, residual)
+        return x * self.scale, residual
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
