@@ -1,0 +1,117 @@
+"""Attention on NVIDIA GPUs whose rows don't depend on the batch: for `--batch-invariant`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels.triton import invariant_attention as kernels
+from octavo.kernels.triton import rotary_kv
+from octavo.kernels.triton.workspace import workspace
+from octavo.layers.attention import AttentionBackend, AttentionMetadata
+from octavo.layers.attention_triton import multiprocessors
+
+if TYPE_CHECKING:
+    from octavo.kv.format import KVFormat
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step's programs, and scratch memory for the states of chunks and for their maxima and sums."""
+
+    programs: kernels.InvariantPlan
+    scratch: tuple[torch.Tensor, torch.Tensor]
+
+
+class InvariantAttention(AttentionBackend):
+    """Paged attention by `octavo.kernels.triton.invariant_attention`, for bfloat16, float16 and float32.
+
+    All rows of a step are one launch (two where contexts are split over programs). Grids follow from the
+    metadata's host fields alone, so that a recorded graph serves every step within its bounds; requests added
+    as padding have no rows, and output rows of nobody are left unwritten.
+    """
+
+    name = "invariant"
+    recordable = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        fmt: KVFormat,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ):
+        super().__init__(num_heads, fmt, scale, sliding_window, softcap)
+        self._tile: kernels.InvariantTile | None = None
+
+    def tile(self, device: torch.device) -> kernels.InvariantTile:
+        """The one shape of this layer's programs."""
+        if self._tile is None:
+            fmt, memory = self.fmt, kernels.program_memory(device)
+            group = self.num_heads // fmt.num_kv_heads
+            self._tile = kernels.tile_config(fmt.head_dim, getattr(torch, fmt.dtype), group, memory)
+        return self._tile
+
+    def plan(self, meta: AttentionMetadata) -> None:
+        device, fmt = meta.seq_lens.device, self.fmt
+        programs = kernels.make_plan(
+            self.tile(device),
+            self.num_heads,
+            fmt.num_kv_heads,
+            fmt.head_dim,
+            self.sliding_window,
+            meta.num_requests,
+            meta.num_rows,
+            meta.max_query_len,
+            meta.max_seq_len,
+            multiprocessors(device),
+        )
+        floats = programs.floats(self.num_heads, fmt.head_dim)
+        scratch, _ = workspace(device).reserve(floats)
+        states = floats // (fmt.head_dim + 2) * fmt.head_dim
+        meta.plan = _Plan(programs, (scratch[:states], scratch[states:]))
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        rotary_kv.write_kv(k, v, cache, meta.slot_mapping)
+
+    def rotary_and_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        slots = meta.slot_mapping
+        rotary_kv.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, slots, q_weight, k_weight, eps)
+        return q
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        if not isinstance(meta.plan, _Plan):
+            self.plan(meta)
+        assert isinstance(meta.plan, _Plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        kernels.invariant_attention(
+            q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
+            meta.plan.programs, self.tile(q.device), meta.plan.scratch,
+            self.scale, self.sliding_window, self.softcap,
+        )  # fmt: skip
+        return out
+
+    def prepare_capture(self, meta: AttentionMetadata) -> None:
+        # Grids come from the host's bounds in `meta`, which the recorded launches keep.
+        self.plan(meta)
+
+    def prepare_replay(self, meta: AttentionMetadata) -> None:
+        # Everything that changes is read from the metadata's tensors.
+        pass

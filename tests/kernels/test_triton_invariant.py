@@ -1,0 +1,144 @@
+"""The kernels of `--batch-invariant` in Triton's interpreter: right, and the same bits in any batch.
+
+What the interpreter can show is that the order of all sums is the algorithm's; that tiles and matrix
+instructions keep to it is for the device (tests/gpu/test_batch_invariant.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.kernels.triton import invariant_attention as kernels
+from octavo.kernels.triton import invariant_linear as linear
+from octavo.kv.format import KVFormat
+from octavo.layers.attention_invariant import InvariantAttention
+from tests.kernels.invariance import check_attention, check_linear
+from tests.kernels.ragged import attention_float64, ragged_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a matrix instruction promises and NumPy's product does not: an element depends on its row and
+    column alone, which are multiplied and added up in order."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        total = d.data.copy()
+        left, right = a.data.astype(total.dtype), b.data.astype(total.dtype)
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[None, k]
+        return TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("size_in, size_out", [(80, 40), (33, 7)])
+def test_linear_in_float32(size_in: int, size_out: int) -> None:
+    check_linear([1, 17, 70], size_in, size_out, torch.float32, DEVICE)
+
+
+def test_linear_in_float16() -> None:
+    check_linear([1, 66], 144, 40, torch.float16, DEVICE, bias=False)
+
+
+def test_tiles_follow_rows_columns_and_memory() -> None:
+    def tile(rows: int, size_out: int, memory: int = 227 << 10) -> tuple[int, int]:
+        found = linear.choose_tile(rows, size_out, torch.bfloat16, 132, memory)
+        return found.block_m, found.block_n
+
+    assert tile(1, 1024) == tile(64, 1024) == (64, 16)
+    assert tile(1, 28672) == (64, 64)
+    assert tile(8192, 4096) == (128, 256)
+    assert tile(8192, 4096, 99 << 10)[1] < 256
+    assert tile(128, 4096) == (128, 32)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks so short that small contexts have several, and of two lengths; tiles of few positions."""
+    monkeypatch.setattr(kernels, "MIN_CHUNK", 16)
+    monkeypatch.setattr(kernels, "MAX_CHUNKS", 2)
+    monkeypatch.setattr(kernels, "AT_ONCE", 1)
+    use_tile(monkeypatch, kernels.InvariantTile(16, 16, 1, 4, True))
+
+
+def use_tile(monkeypatch: pytest.MonkeyPatch, tile: kernels.InvariantTile) -> None:
+    monkeypatch.setattr(kernels, "tile_config", lambda *args: tile)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "window", "softcap"),
+    [("float32", 2, 1, 24, None, None), ("float16", 1, 1, 16, 21, 3.0)],
+)
+def test_attention_is_the_same_in_any_batch(
+    small_chunks: None,
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    fmt = KVFormat(dtype, 8, kv_heads, dim)
+
+    def make() -> InvariantAttention:
+        return InvariantAttention(heads, fmt, 0.3, window, softcap)
+
+    check_attention(make, heads, fmt, [38, 7], [13], DEVICE)
+
+
+def test_attention_of_one_chunk_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide heads: no chunks, so no splits."""
+    use_tile(monkeypatch, kernels.InvariantTile(16, 16, 1, 4, False))
+    fmt = KVFormat("float32", 8, 1, 20)
+    check_attention(lambda: InvariantAttention(2, fmt, 0.2, 30), 2, fmt, [35, 11], [12], DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "softcap"),
+    [(4, 2, 16, None, None), (3, 1, 40, 19, 2.0), (20, 1, 16, None, None)],
+)
+def test_attention_is_right(
+    small_chunks: None, monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, dim: int, window, softcap
+) -> None:
+    """Against float64: decodes, chunks, empty requests; several KV heads, groups of no power of two."""
+    if heads // kv_heads > 16:
+        use_tile(monkeypatch, kernels.InvariantTile(32, 16, 1, 4, True))
+    fmt = KVFormat("float32", 8, kv_heads, dim)
+    for shapes in ([(1, 40), (0, 0), (1, 1)], [(1, 20), (7, 33), (0, 0), (3, 3)]):
+        q, cache, meta = ragged_batch(shapes, heads, fmt, DEVICE)
+        got = InvariantAttention(heads, fmt, 0.3, window, softcap).attend(q, cache, meta)
+        want = attention_float64(q, cache, meta, 0.3, window, softcap)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_grow_with_the_position() -> None:
+    """A row's chunks are a matter of its own position; contexts of any length have at most `MAX_CHUNKS`."""
+    lengths = [kernels.chunk_length(p) for p in range(0, 1 << 18, 64)]
+    assert lengths[0] == 512 and lengths == sorted(lengths)
+    assert all(-(-(64 * i + 64) // n) <= kernels.MAX_CHUNKS for i, n in enumerate(lengths))
+    assert kernels.chunk_length(16383) == 512 and kernels.chunk_length(16384) == 1024
+    assert kernels.chunk_length(1 << 20, window=4096) == 512
+
+
+def test_plans_split_what_would_leave_multiprocessors_idle() -> None:
+    tile = kernels.tile_config(128, torch.bfloat16, 4, 227 << 10)
+
+    def plan(requests: int, rows: int, longest: int, context: int) -> kernels.InvariantPlan:
+        return kernels.make_plan(tile, 32, 8, 128, None, requests, rows, longest, context, 132)
+
+    assert plan(1, 1, 1, 300).splits == 1
+    assert plan(1, 1, 1, 4096).splits == 8
+    assert plan(1, 1, 1, 131072).splits == 32
+    assert plan(512, 512, 1, 131072).splits == 1  # enough programs, and too many states
+    assert plan(1, 8192, 8192, 8192).splits == 1
+    assert plan(1, 16, 16, 65536).splits > 1
