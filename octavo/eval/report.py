@@ -30,9 +30,9 @@ def render(evaluation: Evaluation) -> str:
     """Named figures, each with its standard error, one a line."""
     found, settings = evaluation.summary, evaluation.settings
     compared = settings["baseline"] is not None
-    heads: list[Row] = [("Model", _engine(settings["model"]))]
+    heads = _engine("Model", settings["model"])
     if compared:
-        heads.append(("Baseline", _engine(settings["baseline"])))
+        heads += _engine("Baseline", settings["baseline"])
     heads += [("Scored tokens", found["num_tokens"]), ("Windows", found["num_windows"])]
     heads.append(("Duration (s)", found["duration_s"]))
     if not compared:
@@ -61,26 +61,31 @@ def render(evaluation: Evaluation) -> str:
 
 
 def plus_minus(value: float, error: float | None = None) -> str:
-    """A figure with its standard error, which has two digits; NaN is none.
+    """A figure of five digits or more with its standard error, which has two; NaN is none.
 
-    >>> plus_minus(12.34567, 0.01234)
-    '12.346 ± 0.012'
+    >>> plus_minus(12.34567, 0.001234)
+    '12.3457 ± 0.0012'
     """
     if not math.isfinite(value):
         return "-"
-    small = 0 < abs(value) < 1e-3
-    if error is None or not math.isfinite(error) or error == 0:
-        return f"{value:.3e}" if small else f"{value:.6g}"
-    if small:
-        return f"{value:.2e} ± {error:.1e}"
-    digits = min(max(0, 1 - math.floor(math.log10(error))), 8)
-    return f"{value:.{digits}f} ± {error:.{digits}f}"
+    if 0 < abs(value) < 1e-3:
+        shown = f"{value:.3e}"
+        return shown if not error or not math.isfinite(error) else f"{shown} ± {error:.1e}"
+    if not error or not math.isfinite(error):
+        return f"{value:.6g}"
+    digits = max(0, 1 - math.floor(math.log10(error)))
+    own = 4 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{min(max(digits, own, 0), 6)}f} ± " + (
+        f"{error:.{digits}f}" if digits <= 6 else f"{error:.1e}"
+    )
 
 
 def _figure(found: dict[str, Any], name: str, scale: float = 1.0) -> str:
     return plus_minus(found[name] * scale, found[f"{name}_se"] * scale)
 
 
-def _engine(described: dict[str, Any]) -> str:
+def _engine(label: str, described: dict[str, Any]) -> list[Row]:
+    """What ran, by its own account: not what was asked for."""
     ran = described["ran"]
-    return f"{described['name']} ({ran['dtype']}, {ran['device'].partition(' ')[0]})"
+    rows: list[Row] = [(label, f"{described['name']} ({ran['dtype']}, {ran['device'].partition(' ')[0]})")]
+    return rows + ([("  weights", ran["weights"])] if "weights" in ran else [])

@@ -101,14 +101,18 @@ def test_overlap_of_the_five_likeliest():
     ("value", "error", "shown"),
     [
         (12.34567, 0.01234, "12.346 ± 0.012"),
-        (1234.5, 56.7, "1234 ± 57"),
-        (1.5e-7, 2.5e-9, "1.50e-07 ± 2.5e-09"),
+        (12.34567, 0.001234, "12.3457 ± 0.0012"),
+        (12.34567, 1.9, "12.346 ± 1.9"),
+        (1234.56, 56.7, "1234.6 ± 57"),
+        (1.5e-7, 2.5e-9, "1.500e-07 ± 2.5e-09"),
+        (1.5e-7, 0.0, "1.500e-07"),
+        (0.0, 0.01, "0.000 ± 0.010"),
         (1.0, 0.0, "1"),
         (0.0, 0.0, "0"),
         (2.0, math.nan, "2"),
         (math.nan, math.nan, "-"),
-        (0.5, 1e-12, "0.50000000 ± 0.00000000"),
+        (0.5, 1e-12, "0.500000 ± 1.0e-12"),
     ],
 )
-def test_figures_show_two_digits_of_their_error(value, error, shown):
+def test_figures_show_two_digits_of_their_error_and_five_of_their_own(value, error, shown):
     assert plus_minus(value, error) == shown
