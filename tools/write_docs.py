@@ -71,7 +71,8 @@ def settings_table(cls: type) -> str:
         meta = spec.metadata
         text = meta["help"]
         if meta["choices"]:
-            text += " One of " + ", ".join(_code(choice) for choice in meta["choices"]) + "."
+            named = [_code(choice) for choice in meta["choices"] if choice is not None]
+            text += f" One of {', '.join(named)}."
         if meta["low"] is not None and meta["high"] is not None:
             text += f" From {meta['low']} to {meta['high']}."
         elif meta["low"] is not None:

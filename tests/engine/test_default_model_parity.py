@@ -54,7 +54,7 @@ def transformers_model(default_model) -> Any:
 @pytest.fixture(scope="module")
 def llm(default_model):
     with LLM(
-        str(default_model), dtype="float32", device="cpu", max_model_len=1024,
+        str(default_model), dtype="float32", quantization="none", device="cpu", max_model_len=1024,
         kv_cache_memory_bytes=256 << 20, max_num_batched_tokens=64, check_invariants=True,
     ) as made:  # fmt: skip
         yield made

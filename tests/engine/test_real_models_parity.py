@@ -97,8 +97,8 @@ def _shallow(config: ModelConfig) -> ModelConfig:
 @pytest.fixture(scope="module")
 def llm(path: Path) -> Iterator[LLM]:
     with LLM(
-        str(path), dtype="float32", device="cpu", max_model_len=1024, kv_cache_memory_bytes=256 << 20,
-        max_num_batched_tokens=64, check_invariants=True,
+        str(path), dtype="float32", quantization="none", device="cpu", max_model_len=1024,
+        kv_cache_memory_bytes=256 << 20, max_num_batched_tokens=64, check_invariants=True,
     ) as made:  # fmt: skip
         yield made
 
