@@ -22,6 +22,23 @@ if TYPE_CHECKING:
 # Tokens from which a prompt computed in one step is worth telling backends of.
 LONG_PROMPT = 1024
 
+# From what on it pays to attend to a shared beginning once for all requests. In each layer it saves reading
+# the keys and values of `requests - 1` beginnings, and costs a launch (3 µs) and partial results in float32,
+# written and read through the L2 (17 to 34 MB for a full device: 3 to 6 µs). At an H200's 4.3 TB/s these are
+# 26 to 39 MB. A beginning that fits the L2 is read from there already by all requests but the first, whose
+# programs run at the same time; but that is hardly faster (5.5 TB/s or so): 64 requests of 4096 shared tokens
+# of Llama-8B read 1.1 GB a layer, 0.2 ms. It does for two or three requests, which read no more than the L2
+# delivers while the memory fills it.
+MIN_SHARED_BYTES = 32 << 20
+MIN_SHARED_REQUESTS = 4
+MIN_SHARED_TOKENS = 128  # whole tiles of positions: see octavo.kernels.triton.cascade
+
+
+def pays_to_share(requests: int, tokens: int, fmt: KVFormat) -> bool:
+    """Whether attending to a beginning of `tokens` once for so many requests beats doing it for each."""
+    saved = (requests - 1) * (tokens // fmt.block_size) * fmt.layer_block_bytes()
+    return requests >= MIN_SHARED_REQUESTS and tokens >= MIN_SHARED_TOKENS and saved >= MIN_SHARED_BYTES
+
 
 @dataclass
 class AttentionMetadata:
@@ -44,6 +61,11 @@ class AttentionMetadata:
             always right.
         wanted_rows: int64 `[m]`, the rows whose hidden states the step reads, in order: a model returns
             these alone; None: all. Stands in the first KV group's entry.
+        shared_blocks: how many leading entries of the block table are the same for all requests (those
+            without rows aside), if attending to these blocks once for all is worth it; each request had more
+            tokens than they hold before its rows. A hint, 0 is always right.
+        shared_len: int32 `[1]`, tokens of these blocks; read only where there are some, so that a recorded
+            graph serves any number.
         plan: whatever the backend's `plan` prepared for this step.
     """
 
@@ -58,6 +80,8 @@ class AttentionMetadata:
     num_decodes: int = 0
     prompts: tuple[tuple[int, int, int], ...] = ()
     wanted_rows: torch.Tensor | None = None
+    shared_blocks: int = 0
+    shared_len: torch.Tensor | None = None
     plan: object = None
 
 
@@ -68,10 +92,12 @@ class PagedBackend(ABC):  # noqa: B024 (what is abstract differs between kinds o
         name: for settings and the log.
         recordable: whether its steps can be part of a device graph; one that says so overrides the
             hooks of capture and replay.
+        cascades: whether it minds `AttentionMetadata.shared_blocks`.
     """
 
     name: str
     recordable: bool = False
+    cascades: bool = False
 
     def plan(self, meta: AttentionMetadata) -> None:  # noqa: B027 (optional hook)
         """Prepare the step's schedule once, before the first layer (fills `meta.plan`)."""

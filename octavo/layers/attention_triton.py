@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.kernels.triton import attention as kernels
-from octavo.kernels.triton import rotary_kv
+from octavo.kernels.triton import cascade, rotary_kv
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionBackend, AttentionMetadata
@@ -36,18 +36,21 @@ class _Decode:
     last: int
     max_rows: int
     splits: int
+    floats: int  # of `partials`, that it uses
     partials: torch.Tensor
     counters: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Launches of a layer: decode kernels, then cuDNN on `prompts`, or the prefill kernel on what remains."""
+    """Launches of a layer: what all requests share, then decode kernels, then cuDNN on `prompts`, or the
+    prefill kernel on what remains."""
 
     decodes: tuple[_Decode, ...]
     prefill_from: int
     prefill_rows: int
     prompts: tuple[tuple[int, int, int], ...] = ()
+    shared: kernels.SharedPass | None = None
 
 
 class TritonAttention(AttentionBackend):
@@ -59,6 +62,10 @@ class TritonAttention(AttentionBackend):
     fields alone. A graph recorded on a metadata therefore serves every step that is copied into that
     metadata's tensors and stays within its bounds; requests added as padding have no rows
     (`query_start[i] == query_start[i + 1]`), and their output rows are left unwritten.
+
+    Where all requests go to the decode kernel and begin with the same blocks (`meta.shared_blocks`), one
+    launch before it attends to these for all of them (cascade attention). A recorded graph has that launch
+    or not, and serves every length of it.
 
     Long prompts that a step computes whole have no context in the cache beside their own rows: where it
     can, cuDNN's attention serves them, whose kernels for Hopper do twice the operations a second.
@@ -77,7 +84,9 @@ class TritonAttention(AttentionBackend):
     ):
         super().__init__(num_heads, fmt, scale, sliding_window, softcap)
         self.group = num_heads // fmt.num_kv_heads
-        self.max_decode_tile = kernels.max_decode_tile(getattr(torch, fmt.dtype))
+        self.dtype: torch.dtype = getattr(torch, fmt.dtype)
+        self.max_decode_tile = kernels.max_decode_tile(self.dtype)
+        self.cascades = sliding_window is None and self._fits_decode(1)
 
     def _fits_decode(self, max_query_len: int) -> bool:
         return power_of_2(max_query_len) * self.group <= self.max_decode_tile
@@ -93,7 +102,27 @@ class TritonAttention(AttentionBackend):
         sizes = kernels.decode_workspace_sizes(
             requests, heads, self.group, self.fmt.head_dim, max_rows, splits
         )
-        return _Decode(first, last, max_rows, splits, *workspace(device).reserve(*sizes))
+        return _Decode(first, last, max_rows, splits, sizes[0], *workspace(device).reserve(*sizes))
+
+    def _shared(self, meta: AttentionMetadata, decodes: list[_Decode]) -> kernels.SharedPass | None:
+        """The pass over what all requests share, if the decode kernel does the rest for each of them."""
+        if not self.cascades or not meta.shared_blocks or meta.shared_len is None:
+            return None
+        if not decodes or decodes[-1].last < meta.num_requests:
+            return None
+        device, rows = meta.seq_lens.device, meta.num_rows
+        heads, dim = self.fmt.num_kv_heads, self.fmt.head_dim
+        smem = kernels.shared_memory(device)
+        tile = cascade.shared_config(rows * self.group, self.group, dim, self.dtype, smem)
+        # As for the contexts: a graph is planned for the longest.
+        splits = cascade.shared_splits(
+            rows, heads, self.group, meta.max_seq_len, multiprocessors(device), tile
+        )
+        # Behind what the decode kernel writes itself, which begins as this is read; aligned.
+        begin = -(-max(part.floats for part in decodes) // 64) * 64
+        size = cascade.shared_workspace_size(rows, self.num_heads, dim, splits)
+        partials = workspace(device).reserve(begin + size)[0][begin:]
+        return kernels.SharedPass(meta.shared_len, rows, splits, partials, tile, cascade.MIN_CHUNK)
 
     def plan(self, meta: AttentionMetadata) -> None:
         n = meta.num_requests
@@ -111,7 +140,8 @@ class TritonAttention(AttentionBackend):
         if prompts and self._by_cudnn(meta):
             meta.plan = _Plan(tuple(decodes), n, 0, prompts)
         else:
-            meta.plan = _Plan(tuple(decodes), rest, meta.num_rows - singles)
+            shared = self._shared(meta, decodes)
+            meta.plan = _Plan(tuple(decodes), rest, meta.num_rows - singles, shared=shared)
 
     def _by_cudnn(self, meta: AttentionMetadata) -> bool:
         """Whether cuDNN computes what these prompts need: two-byte types, usual heads, no cap, no window."""
@@ -166,11 +196,16 @@ class TritonAttention(AttentionBackend):
             plan = meta.plan
             assert isinstance(plan, _Plan)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.shared is not None:
+            cascade.attend_shared(
+                q, cache, meta.query_start, meta.block_table, meta.num_requests, plan.shared, self.scale,
+                self.softcap,
+            )  # fmt: skip
         for part in plan.decodes:
             kernels.paged_decode(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
-                self.scale, self.sliding_window, self.softcap,
+                self.scale, self.sliding_window, self.softcap, shared=plan.shared,
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]

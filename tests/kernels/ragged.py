@@ -57,6 +57,19 @@ def ragged_batch(
     return q.to(device, dtype), cache.to(device, dtype), meta
 
 
+def share_beginning(cache: torch.Tensor, meta: AttentionMetadata, blocks: int) -> None:
+    """Lets all requests begin with the first one's blocks, and says so; NaN in those that they had there."""
+    table = meta.block_table[:, :blocks]
+    left = meta.seq_lens - meta.query_start.diff()
+    assert bool((left >= blocks * cache.shape[3])[meta.query_start.diff() > 0].all()), (
+        "blocks that rows are in"
+    )
+    cache[table[1:].flatten().long()] = float("nan")
+    table[1:] = table[0]
+    meta.shared_blocks = blocks
+    meta.shared_len = torch.tensor([blocks * cache.shape[3]], dtype=torch.int32, device=cache.device)
+
+
 def forget_before_window(cache: torch.Tensor, meta: AttentionMetadata, window: int) -> int:
     """What becomes of blocks that lie wholly before the windows of all of a request's rows: NaN in them,
     and their table entries name another block of NaN. Returns how many there were."""

@@ -24,117 +24,24 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.activation import tanh
+from octavo.kernels.triton.attention_steps import combine_splits, kv_steps, merge_partials, split_chunk
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
-def _kv_steps(
-    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2, cap_scale,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One pass of online softmax over context positions `begin..end` (exclusive).
-
-    Scores times `scale_log2` are the exponents of the softmax in base 2. With CAPPED, scores are first
-    replaced by `tanh(scores * cap_scale)`: see `_score_scales`.
-    MASKED False promises that every row sees every position of the range and that its length is a
-    multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
-    """
-    ALIGN: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 1
-    dims = tl.arange(0, BLOCK_D)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        pos = tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK_N)
-        if MASKED:
-            block = tl.load(table_ptr + pos // BLOCK_SIZE, mask=pos < end, other=0)
-        else:
-            block = tl.load(table_ptr + pos // BLOCK_SIZE)
-        # 64-bit: a cache of many gigabytes has more elements than an int32 can count.
-        rows = block.to(tl.int64) * cache_block + (pos % BLOCK_SIZE) * HEAD_DIM
-        k_ptr = head_ptr + rows[None, :] + dims[:, None]
-        v_ptr = head_ptr + V_OFFSET + rows[:, None] + dims[None, :]
-        if MASKED or HEAD_DIM < BLOCK_D:
-            live = dims < HEAD_DIM
-            k = tl.load(k_ptr, mask=(pos < end)[None, :] & live[:, None], other=0.0)
-        else:
-            k = tl.load(k_ptr)
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
-        if CAPPED:
-            scores = tanh(scores * cap_scale)
-        if MASKED:
-            seen = (pos[None, :] <= row_pos[:, None]) & (pos < end)[None, :]
-            if WINDOW > 0:
-                seen = seen & (pos[None, :] > row_pos[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-        if MASKED:
-            # A row that has seen nothing yet must not compute inf - inf.
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        else:
-            safe_max = new_max
-        probs = tl.math.exp2(scores * scale_log2 - safe_max[:, None])
-        shrink = tl.math.exp2(row_max - safe_max)
-        row_sum = row_sum * shrink + tl.sum(probs, axis=1)
-        if MASKED or HEAD_DIM < BLOCK_D:
-            v = tl.load(v_ptr, mask=(pos < end)[:, None] & live[None, :], other=0.0)
-        else:
-            v = tl.load(v_ptr)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def _combine_splits(
-    out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Sums the `splits` partial results of one (request, KV head), in the order of their positions."""
-    # Partials were written by other multiprocessors: read them past the L1 (".cg").
-    tile = tl.arange(0, BLOCK_T)
-    dims = tl.arange(0, BLOCK_D)
-    every = tl.arange(0, MAX_SPLITS)
-    all_max = tl.load(
-        max_ptr + (base + every[:, None]) * TILE + tile[None, :],
-        mask=(every < splits)[:, None] & (tile < TILE)[None, :], other=float("-inf"), cache_modifier=".cg",
-    )  # fmt: skip
-    top = tl.max(all_max, axis=0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    weight_sum = tl.zeros([BLOCK_T], tl.float32)
-    for s in tl.range(0, splits, BLOCK_S):
-        some = s + tl.arange(0, BLOCK_S)
-        mask = (some < splits)[:, None] & (tile < TILE)[None, :]
-        at = (base + some[:, None]) * TILE + tile[None, :]
-        part_max = tl.load(max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        part_sum = tl.load(sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        part = tl.load(
-            acc_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        weight = tl.math.exp2(part_max - top[None, :])
-        total += tl.sum(part * weight[:, :, None], axis=0)
-        weight_sum += tl.sum(part_sum * weight, axis=0)
-    target = (first_row + tile // GROUP) * out_row + (kv_head * GROUP + tile % GROUP) * HEAD_DIM
-    mask = (tile < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)
-
-
 # Arguments that change from step to step must not select another compiled variant.
-@triton.jit(do_not_specialize=["first_request", "splits", "table_row"])
+@triton.jit(do_not_specialize=["first_request", "splits", "table_row", "shared_rows", "shared_splits"])
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
-    q_row, q_head, out_row, cache_block, first_request, splits, table_row, scale_log2, cap_scale,
+    shared_ptr, shared_partial_ptr,
+    q_row, q_head, out_row, cache_block, first_request, splits, table_row, shared_rows, shared_splits,
+    scale_log2, cap_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    SHARED_TILE: tl.constexpr, SHARED_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -142,6 +49,9 @@ def _paged_decode_kernel(
 
     Partial results: accumulators `[requests, kv_heads, splits, TILE, HEAD_DIM]`, then their maxima
     and then their sums, `[requests, kv_heads, splits, TILE]` each.
+
+    With SHARED_TILE each context begins behind the positions that `octavo.kernels.triton.cascade` has
+    attended to; the first split goes on from those results, so that what follows knows no difference.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = MAX_ROWS * GROUP
@@ -158,11 +68,12 @@ def _paged_decode_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(context - rows - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
-    # Chunks follow the true length, so that a short context uses few of the launched splits.
+    if SHARED_TILE > 0:
+        low = tl.load(shared_ptr) // SHARED_TILE * SHARED_TILE
     chunk = context - low
     used = 1
     if SPLIT:
-        chunk = tl.maximum(tl.cdiv(tl.cdiv(context - low, splits), BLOCK_N) * BLOCK_N, MIN_CHUNK)
+        chunk = split_chunk(context - low, splits, MIN_CHUNK, BLOCK_N)
         used = tl.cdiv(context - low, chunk)
     if split >= used:
         return
@@ -179,7 +90,23 @@ def _paged_decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = _kv_steps(
+    if SHARED_TILE > 0:
+        parts = tl.cdiv(low, split_chunk(low, shared_splits, SHARED_CHUNK, SHARED_TILE))
+        every = shared_rows.to(tl.int64) * HEADS
+        shared_max_ptr = shared_partial_ptr + shared_splits * every * HEAD_DIM
+        tile = tl.arange(0, BLOCK_T)
+        begun, begun_max, begun_sum = merge_partials(
+            shared_partial_ptr, shared_max_ptr, shared_max_ptr + shared_splits * every,
+            (first_row + tile // GROUP) * HEADS + kv_head * GROUP + tile % GROUP, every,
+            tl.where(split == 0, parts, 0), tile < rows * GROUP,
+            HEAD_DIM, BLOCK_D, BLOCK_T, MAX_SPLITS, BLOCK_S,
+        )  # fmt: skip
+        # Lanes beyond the tile repeat it: they are written nowhere.
+        COPIES: tl.constexpr = BLOCK_M // BLOCK_T
+        acc = tl.broadcast_to(begun[None, :, :], [COPIES, BLOCK_T, BLOCK_D]).reshape(BLOCK_M, BLOCK_D)
+        row_max = tl.broadcast_to(begun_max[None, :], [COPIES, BLOCK_T]).reshape(BLOCK_M)
+        row_sum = tl.broadcast_to(begun_sum[None, :], [COPIES, BLOCK_T]).reshape(BLOCK_M)
+    acc, row_max, row_sum = kv_steps(
         acc, row_max, row_sum, q, begin, end, context - rows + row,
         table_ptr + request.to(tl.int64) * table_row, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
         cache_block, scale_log2, cap_scale,
@@ -205,7 +132,7 @@ def _paged_decode_kernel(
             counter = counter_ptr + slot * KV_HEADS + kv_head
             arrived = tl.atomic_add(counter, 1, sem="acq_rel")
             if arrived == used - 1:
-                _combine_splits(
+                combine_splits(
                     out_ptr, out_row, first_row, rows, kv_head, partial_ptr, max_ptr, sum_ptr, base, used,
                     GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, MAX_SPLITS, BLOCK_S,
                 )  # fmt: skip
@@ -268,11 +195,11 @@ def _paged_prefill_kernel(
     else:
         # Positions that every row of the tile sees need no mask.
         begin = (first_pos + 1) // BLOCK_N * BLOCK_N
-        acc, row_max, row_sum = _kv_steps(
+        acc, row_max, row_sum = kv_steps(
             acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
             WINDOW, CAPPED, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
         )  # fmt: skip
-    acc, row_max, row_sum = _kv_steps(
+    acc, row_max, row_sum = kv_steps(
         acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
         WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
     )  # fmt: skip
@@ -298,7 +225,7 @@ class TileConfig:
 #   head size          64       128      256
 #   decode, 2 bytes    21/21    39/39    41/41     up to 16 lanes; 64 lanes: 57/81 for 128, 68/96 for 256
 #   decode, float32    22/22    42/42    49/49     up to 16 lanes; 32 lanes: 52/52 for 128, 66/66 for 256
-#   prefill, 2 bytes   33/49    65/97    68/192
+#   prefill, 2 bytes   33/49    65/97    68/192    (a shared beginning has tiles of half the lanes, too)
 #   prefill, float32   20/20    36/36    33/33
 
 
@@ -373,6 +300,29 @@ def choose_splits(
     return next(s for s, f in enumerate(filling, 1) if f >= 0.85 * best)
 
 
+@dataclass(frozen=True)
+class SharedPass:
+    """What a pass over a beginning that all requests share left for the decode kernel: see
+    `octavo.kernels.triton.cascade`.
+
+    Attributes:
+        length: int32 `[1]`, shared tokens, whole blocks, fewer than each request had before its rows.
+        rows: most rows of a step.
+        splits: programs that the beginning is split over.
+        partials: float32, accumulators `[splits, rows, heads, head_dim]`, then their maxima and then their
+            sums, `[splits, rows, heads]` each.
+        config: tile of the pass; it attends to as many of the positions as are whole tiles.
+        min_chunk: positions of the shortest split, a multiple of `config.block_n`.
+    """
+
+    length: torch.Tensor
+    rows: int
+    splits: int
+    partials: torch.Tensor
+    config: TileConfig
+    min_chunk: int
+
+
 def decode_workspace_sizes(
     requests: int, kv_heads: int, group: int, head_dim: int, max_rows: int, splits: int
 ) -> tuple[int, int]:
@@ -385,7 +335,7 @@ _paged_decode = Launcher(_paged_decode_kernel, overlap=True)
 _paged_prefill = Launcher(_paged_prefill_kernel, overlap=True)
 
 
-def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     """`scale_log2` and `cap_scale` of the kernels: the exponents of softmax are `scale * scores`, or
     `softcap * tanh(scale * scores / softcap)` (Gemma 2, arXiv 2408.00118)."""
     if softcap is None:
@@ -393,14 +343,14 @@ def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return softcap * LOG2E, scale / softcap
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @functools.cache
 def _decode_constants(
     heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int, capped: bool,
-    max_rows: int, split: bool, cfg: TileConfig, min_chunk: int,
+    max_rows: int, split: bool, cfg: TileConfig, min_chunk: int, shared_tile: int, shared_chunk: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
     block_d = power_of_2(head_dim)
@@ -410,7 +360,8 @@ def _decode_constants(
     min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
         window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
-        max(16, block_t), cfg.block_n, block_d, block_t, block_s, cfg.stages, _precision(dtype),
+        max(16, block_t), cfg.block_n, block_d, block_t, block_s, cfg.stages, shared_tile, shared_chunk,
+        precision(dtype),
     )  # fmt: skip
 
 
@@ -431,6 +382,7 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
     config: TileConfig | None = None,
+    shared: SharedPass | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
 
@@ -447,6 +399,7 @@ def paged_decode(
         window: positions a row sees, itself included; None: all.
         softcap: scaled scores become `softcap * tanh(scores / softcap)`; None: they stay.
         config: tile shape; None: the measured default.
+        shared: go on from this pass over a shared beginning (without a window); None: there was none.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, block_size = cache.shape[2], cache.shape[3]
@@ -454,12 +407,21 @@ def paged_decode(
     constants = _decode_constants(
         heads, kv_heads, head_dim, block_size, q.dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, MIN_CHUNK,
+        shared.config.block_n if shared else 0, shared.min_chunk if shared else 0,
     )  # fmt: skip
+    begun = (shared.length, shared.partials) if shared else (counters, partials)  # the latter are not read
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
-        (q, cache, out, query_start, seq_lens, block_table, partials, counters),
+        (q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, splits, block_table.stride(0), *_score_scales(scale, softcap)),
+        (
+            first_request,
+            splits,
+            block_table.stride(0),
+            shared.rows if shared else 0,
+            shared.splits if shared else 0,
+            *score_scales(scale, softcap),
+        ),
         constants,
         cfg.warps,
     )
@@ -495,10 +457,10 @@ def paged_prefill(
         (kv_heads, tiles, 1),
         (q, cache, out, query_start, seq_lens, block_table),
         (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
-        (first_request, num_requests, block_table.stride(0), *_score_scales(scale, softcap)),
+        (first_request, num_requests, block_table.stride(0), *score_scales(scale, softcap)),
         (
             window or 0, softcap is not None, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n,
-            power_of_2(head_dim), cfg.stages, _precision(q.dtype),
+            power_of_2(head_dim), cfg.stages, precision(q.dtype),
         ),
         cfg.warps,
     )  # fmt: skip

@@ -1,0 +1,132 @@
+"""What the attention kernels are made of: steps of the online softmax, and the merging of partial results.
+
+A partial result is what a softmax over some of a row's positions came to, in float32: the weighted sum of
+the values (the accumulator), the largest exponent, and the sum of the weights. Exponents are in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.activation import tanh
+
+
+@triton.jit
+def split_chunk(length, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions of each of at most `splits` pieces of `length`: a multiple of BLOCK_N, as MIN_CHUNK is, so
+    that a short range uses few of the launched splits."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N, MIN_CHUNK)
+
+
+@triton.jit
+def kv_steps(
+    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2, cap_scale,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One pass of online softmax over context positions `begin..end` (exclusive).
+
+    Scores times `scale_log2` are the exponents of the softmax in base 2. With CAPPED, scores are first
+    replaced by `tanh(scores * cap_scale)`: see `attention.score_scales`.
+    MASKED False promises that every row sees every position of the range and that its length is a
+    multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
+    """
+    ALIGN: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 1
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        pos = tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK_N)
+        if MASKED:
+            block = tl.load(table_ptr + pos // BLOCK_SIZE, mask=pos < end, other=0)
+        else:
+            block = tl.load(table_ptr + pos // BLOCK_SIZE)
+        # 64-bit: a cache of many gigabytes has more elements than an int32 can count.
+        rows = block.to(tl.int64) * cache_block + (pos % BLOCK_SIZE) * HEAD_DIM
+        k_ptr = head_ptr + rows[None, :] + dims[:, None]
+        v_ptr = head_ptr + V_OFFSET + rows[:, None] + dims[None, :]
+        if MASKED or HEAD_DIM < BLOCK_D:
+            live = dims < HEAD_DIM
+            k = tl.load(k_ptr, mask=(pos < end)[None, :] & live[:, None], other=0.0)
+        else:
+            k = tl.load(k_ptr)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if CAPPED:
+            scores = tanh(scores * cap_scale)
+        if MASKED:
+            seen = (pos[None, :] <= row_pos[:, None]) & (pos < end)[None, :]
+            if WINDOW > 0:
+                seen = seen & (pos[None, :] > row_pos[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        if MASKED:
+            # A row that has seen nothing yet must not compute inf - inf.
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        else:
+            safe_max = new_max
+        probs = tl.math.exp2(scores * scale_log2 - safe_max[:, None])
+        shrink = tl.math.exp2(row_max - safe_max)
+        row_sum = row_sum * shrink + tl.sum(probs, axis=1)
+        if MASKED or HEAD_DIM < BLOCK_D:
+            v = tl.load(v_ptr, mask=(pos < end)[:, None] & live[None, :], other=0.0)
+        else:
+            v = tl.load(v_ptr)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def merge_partials(
+    acc_ptr, max_ptr, sum_ptr, first, step, count, live,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One partial result of each lane's `count` (at most MAX_SPLITS), added up in order: lane t's are
+    `first[t] + i * step`. Lanes that are not `live` get that of no positions: 0, minus infinity, 0.
+    """
+    # They were written by other multiprocessors: read them past the L1 (".cg").
+    dims = tl.arange(0, BLOCK_D)
+    every = tl.arange(0, MAX_SPLITS)
+    all_max = tl.load(
+        max_ptr + first[None, :] + every[:, None] * step,
+        mask=(every < count)[:, None] & live[None, :], other=float("-inf"), cache_modifier=".cg",
+    )  # fmt: skip
+    row_max = tl.max(all_max, axis=0)
+    top = tl.where(row_max == float("-inf"), 0.0, row_max)
+    acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([BLOCK_T], tl.float32)
+    for s in tl.range(0, count, BLOCK_S):
+        some = s + tl.arange(0, BLOCK_S)
+        mask = (some < count)[:, None] & live[None, :]
+        at = first[None, :] + some[:, None] * step
+        part_max = tl.load(max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            acc_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        weight = tl.math.exp2(part_max - top[None, :])
+        acc += tl.sum(part * weight[:, :, None], axis=0)
+        row_sum += tl.sum(part_sum * weight, axis=0)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def combine_splits(
+    out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Writes what the `splits` partial results of one (request, KV head) come to."""
+    tile = tl.arange(0, BLOCK_T)
+    dims = tl.arange(0, BLOCK_D)
+    total, _, weight_sum = merge_partials(
+        acc_ptr, max_ptr, sum_ptr, base * TILE + tile, TILE, splits, tile < TILE,
+        HEAD_DIM, BLOCK_D, BLOCK_T, MAX_SPLITS, BLOCK_S,
+    )  # fmt: skip
+    target = (first_row + tile // GROUP) * out_row + (kv_head * GROUP + tile % GROUP) * HEAD_DIM
+    mask = (tile < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)

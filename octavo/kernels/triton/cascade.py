@@ -1,0 +1,141 @@
+"""Attention to a beginning that all requests of a step share: its keys and values are read once for all.
+
+Two launches do it ("cascade attention"; Hydragen, arXiv 2402.05099, ChunkAttention, arXiv 2402.15220).
+`attend_shared` lets every row of the step see all of the shared positions: rows of all requests, and the
+query heads of a KV head, are the lanes of one tile, and the positions are split over programs. It leaves
+partial results, from which `attention.paged_decode` goes on with what follows in each request's context.
+
+The shared length is read from the device, the grid follows from bounds: a recorded launch serves any.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton import attention
+from octavo.kernels.triton.attention import SharedPass, TileConfig
+from octavo.kernels.triton.attention_steps import kv_steps, split_chunk
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
+
+# Positions of the shortest split. A program writes `block_m` lanes of float32, which are read again: for 64
+# lanes as many bytes as half of this many positions of two-byte keys and values.
+MIN_CHUNK = 256
+
+
+@triton.jit(do_not_specialize=["num_requests", "max_rows", "splits"])
+def _attend_shared_kernel(
+    q_ptr, cache_ptr, partial_ptr, query_start_ptr, shared_ptr, table_ptr,
+    q_row, q_head, cache_block, num_requests, max_rows, splits, scale_log2, cap_scale,
+    CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, tile, split): a tile is BLOCK_M // GROUP rows of the step."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    wait_for_previous(OVERLAP)
+    kv_head = tl.program_id(0)
+    first_row = tl.program_id(1) * TILE_ROWS
+    split = tl.program_id(2)
+    rows = tl.load(query_start_ptr + num_requests)
+    # Whole tiles need no mask; the few positions behind them are left to the decode kernel.
+    shared = tl.load(shared_ptr) // BLOCK_N * BLOCK_N
+    chunk = split_chunk(shared, splits, MIN_CHUNK, BLOCK_N)
+    begin = split * chunk
+    if (begin >= shared) | (first_row >= rows):
+        return
+    end = tl.minimum(begin + chunk, shared)
+
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    row = (first_row + m // GROUP).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    live = (m < TILE_ROWS * GROUP) & (row < rows)
+    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = kv_steps(
+        acc, row_max, row_sum, q, begin, end, row, table_ptr, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
+        cache_block, scale_log2, cap_scale,
+        0, CAPPED, False, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_N, BLOCK_D, STAGES,
+        PRECISION,
+    )  # fmt: skip
+    every = max_rows.to(tl.int64) * HEADS
+    at = split * every + row * HEADS + head
+    max_ptr = partial_ptr + splits * every * HEAD_DIM
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+    tl.store(max_ptr + at, row_max, mask=live)
+    tl.store(max_ptr + splits * every + at, row_sum, mask=live)
+
+
+_attend_shared = Launcher(_attend_shared_kernel, overlap=True)
+
+
+def shared_config(
+    lanes: int, group: int, head_dim: int, dtype: torch.dtype, shared_memory: int
+) -> TileConfig:
+    """Tile of the pass for so many lanes (rows of the step x query heads of a KV head, `group`): that of the
+    prefill kernel, whose inner loop it runs; half of it where that holds all lanes."""
+    cfg = attention.prefill_config(head_dim, dtype, shared_memory)
+    if cfg.block_m < 128:
+        return TileConfig(max(cfg.block_m, power_of_2(group)), cfg.block_n, cfg.stages, cfg.warps)
+    # 64 lanes and 4 warps are the least of Hopper's matrix instructions. With 3 stages heads of 256 fit the
+    # registers, too.
+    block_m, warps = (64, 4) if lanes <= 64 else (128, cfg.warps)
+    return TileConfig(block_m, cfg.block_n, 3, warps)
+
+
+def shared_splits(
+    rows: int, kv_heads: int, group: int, bound: int, multiprocessors: int, tile: TileConfig
+) -> int:
+    """Into how many pieces a shared beginning of at most `bound` tokens is split, so that the programs fill
+    the device, one a multiprocessor."""
+    programs = kv_heads * ceil_div(rows, tile.block_m // group)
+    return attention.choose_splits(programs, bound, multiprocessors, 1, MIN_CHUNK)
+
+
+def shared_workspace_size(rows: int, heads: int, head_dim: int, splits: int) -> int:
+    """Elements of `SharedPass.partials`."""
+    return splits * rows * heads * (head_dim + 2)
+
+
+def attend_shared(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    query_start: torch.Tensor,
+    block_table: torch.Tensor,
+    num_requests: int,
+    shared: SharedPass,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Partial results of all rows over the shared positions, into `shared.partials`.
+
+    Args:
+        q: `[rows, heads, head_dim]`, contiguous in the last dimension; rows from `query_start[num_requests]`
+            on belong to nobody.
+        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`, each block contiguous.
+        query_start, block_table: as in `AttentionMetadata` (int32); the first request's table names the
+            shared blocks.
+        shared: where to begin, how to split; its partial results are written.
+        scale, softcap: as for `attention.paged_decode`.
+    """
+    heads, head_dim = q.shape[1], q.shape[2]
+    kv_heads, block_size = cache.shape[2], cache.shape[3]
+    cfg = shared.config
+    _attend_shared(
+        (kv_heads, ceil_div(shared.rows, cfg.block_m // (heads // kv_heads)), shared.splits),
+        (q, cache, shared.partials, query_start, shared.length, block_table),
+        (q.stride(0), q.stride(1), cache.stride(0)),
+        (num_requests, shared.rows, shared.splits, *attention.score_scales(scale, softcap)),
+        (
+            softcap is not None, heads, kv_heads, head_dim, block_size, shared.min_chunk, cfg.block_m,
+            cfg.block_n, power_of_2(head_dim), cfg.stages, attention.precision(q.dtype),
+        ),
+        cfg.warps,
+    )  # fmt: skip
