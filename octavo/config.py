@@ -170,8 +170,18 @@ class EngineConfig:
     enforce_eager: bool = setting(
         False, "Launch every kernel by itself: never record decode steps as CUDA graphs."
     )
+    batch_invariant: bool = setting(
+        False,
+        "Compute every token so that nothing else in the batch changes a bit of it: the same answer alone, "
+        "batched, in chunks, after a prefix hit. Slower; on NVIDIA GPUs.",
+    )
     attention_backend: str = setting(
         "auto", "Implementation of paged attention.", choices=("auto", "torch", "cpu", "triton")
+    )
+    disable_cascade_attn: bool = setting(
+        False,
+        "Let every request of a step read the beginning that all of them share, instead of reading it once "
+        "for all where that is faster (Triton attention).",
     )
     num_threads: int | None = setting(
         None, "CPU threads of the model; by default the physical cores.", low=1, high=1024
@@ -216,6 +226,13 @@ class EngineConfig:
             )
         if self.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device={self.device!r} is not known: give auto, cpu, cuda or cuda:N")
+        if self.batch_invariant and self.device == "cpu":
+            raise ConfigError("batch_invariant needs an NVIDIA GPU: leave it out, or use device='cuda'")
+        if self.batch_invariant and self.attention_backend != "auto":
+            raise ConfigError(
+                f"batch_invariant has an attention of its own, not {self.attention_backend!r}: leave "
+                "attention_backend out"
+            )
 
 
 def parse_amount(text: str, unit: str) -> int | str:

@@ -176,6 +176,9 @@ class StepPlan:
         start: int32 `[n]`, tokens computed before this step (host's upper bound).
         samples: bool `[n]`, whether the request's last row yields a token.
         prompt_logprobs: int32 `[n]`, -1 none, else how many top tokens each prompt row reports.
+        shared_blocks: in a step of one row per request, with how many of the same blocks all requests begin,
+            in every KV group without a window; these are full, and computed before the step. Always 0
+            elsewhere: a hint that may be too low.
     """
 
     step_id: int
@@ -186,6 +189,7 @@ class StepPlan:
     start: np.ndarray
     samples: np.ndarray
     prompt_logprobs: np.ndarray | None = None
+    shared_blocks: int = 0
 
     @property
     def total_rows(self) -> int:

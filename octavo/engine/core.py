@@ -60,6 +60,7 @@ class EngineCore:
                 vocab_size=facts.vocab_size,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 use_priority=config.scheduling_policy == "priority",
+                find_shared_prefix=not config.disable_cascade_attn,
             ),
             self.kv,
         )

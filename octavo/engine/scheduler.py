@@ -22,6 +22,7 @@ import numpy as np
 
 from octavo.engine.request import Request, extras_of
 from octavo.kv.manager import NEVER, KVManager
+from octavo.kv.shared_prefix import SharedPrefix
 from octavo.messages import Admission, BlockUpdate, CoreOutput, CoreRequest, CoreStats, StepPlan, StepResult
 
 _NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
@@ -38,6 +39,7 @@ class SchedulerLimits:
     vocab_size: int
     long_prefill_token_threshold: int = 0
     use_priority: bool = False
+    find_shared_prefix: bool = True
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Scheduler:
         self._stop_uses = np.zeros(limits.vocab_size, np.int32)  # requests in slots that a token ends
         self._by_slot: list[Request | None] = [None] * slots
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._shared = SharedPrefix(slots, kv.full_groups)
         self._running = np.zeros(0, np.int64)  # slots, in the requests' order
         self._orders: list[tuple[int, int]] = []  # of the requests in `_running`
         self._waiting: list[tuple[tuple[int, int], Request]] = []
@@ -343,11 +346,20 @@ class Scheduler:
             start=start,
             samples=samples,
             prompt_logprobs=self._prompt_logprobs(slots),
+            shared_blocks=self._shared_blocks(slots, counts, start),
         )
         self._register(slots, self._num_computed[slots], self._step)
         self._step += 1
         self.stats.num_steps += 1
         return ScheduledStep(plan, self._epoch[slots])
+
+    def _shared_blocks(self, slots: np.ndarray, counts: np.ndarray, start: np.ndarray) -> int:
+        """See `StepPlan.shared_blocks`."""
+        if not self.limits.find_shared_prefix or len(slots) < 2 or counts.max() > 1:
+            return 0
+        shared = self._shared.count(slots, lambda slot: self._at(slot).seq.tables)
+        # A block that is filled in this step may be shared already, but has to be written first.
+        return min(shared, int(start.min()) // self.kv.block_size) if shared else 0
 
     def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
         if not self._wants_prompt_logprobs[slots].any():
@@ -499,6 +511,7 @@ class Scheduler:
         self._num_registered[slot] = computed // self.kv.block_size
         self._capacity[slot] = self.kv.capacity(request.seq)
         self._passing[slot] = self.kv.free_passed(request.seq, computed)
+        self._shared.enter(slot)
         self._prompt_len[slot] = request.prompt_len
         self._max_total[slot] = request.max_total
         self._last_turn[slot] = self._turns
@@ -529,6 +542,7 @@ class Scheduler:
         request.token_ids = self._tokens[slot, : self._num_known[slot]].copy()
         request.num_reported = int(self._num_reported[slot])
         self._epoch[slot] += 1
+        self._shared.leave(slot)
         self._by_slot[slot] = None
         self._free_slots.append(slot)
         for token in request.stop_ids:

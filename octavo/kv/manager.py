@@ -71,6 +71,11 @@ class KVManager:
         """Whether any group frees blocks before its requests end."""
         return bool(self._windows)
 
+    @property
+    def full_groups(self) -> Items[int]:
+        """Numbers of the groups that keep the whole context."""
+        return self._full
+
     def new_sequence(self, extras: ExtraKeys) -> Sequence:
         """An empty table."""
         return Sequence(extras, [[] for _ in self.groups], [0] * len(self.groups))

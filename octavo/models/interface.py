@@ -90,6 +90,10 @@ class CausalLM(nn.Module, ABC):
         for planner, batch in zip(self._planners, meta, strict=True):
             planner.plan(batch)
 
+    def cascades(self) -> list[bool]:
+        """Per KV group, whether attention reads once what all requests share (`shared_blocks`)."""
+        return [planner.cascades for planner in self._planners]
+
     def prepare_capture(self, meta: Sequence[AttentionMetadata]) -> None:
         """Make `meta` safe to record in a device graph."""
         for planner, batch in zip(self._planners, meta, strict=True):

@@ -24,7 +24,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Owns the graphs of steps in which every request has one row, by padded batch size.
+    """Owns the graphs of steps in which every request has one row, by padded batch size, and by whether what
+    all requests share is attended to once (launches of their own, so that other steps don't pay for them).
 
     A graph reads the batch's buffers, gathers the inputs, runs the model, leaves the logits at a fixed
     place, and takes and appends the likeliest token of every request that samples: all that a step of
@@ -47,7 +48,7 @@ class DecodeGraphs:
         self._kv_caches = kv_caches
         self._max_model_len = max_model_len
         self._sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
 
     def size_for(self, plan: StepPlan) -> int | None:
@@ -62,8 +63,8 @@ class DecodeGraphs:
 
         The next step overwrites both.
         """
-        size = len(inputs.slots)
-        recorded = self._graphs.get(size)
+        key = len(inputs.slots), any(meta.shared_blocks for meta in inputs.meta)
+        recorded = self._graphs.get(key)
         if recorded is not None:
             graph, logits, tokens = recorded
             self._model.prepare_replay(inputs.meta)
@@ -72,7 +73,7 @@ class DecodeGraphs:
         for meta in inputs.meta:
             meta.max_seq_len = self._max_model_len
         results = self._forward(inputs)
-        self._graphs[size] = self._record(inputs)
+        self._graphs[key] = self._record(inputs)
         return results
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,5 +90,6 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits, tokens = self._forward(inputs)
         self._pool = graph.pool()
-        logger.debug("recorded a graph for %d requests", len(inputs.slots))
+        cascade = " that share blocks" if any(meta.shared_blocks for meta in inputs.meta) else ""
+        logger.debug("recorded a graph for %d requests%s", len(inputs.slots), cascade)
         return graph, logits, tokens

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from octavo.kernels.batch_ops import batch_kernels
-from octavo.kv.format import KVGroup
-from octavo.layers.attention import LONG_PROMPT, AttentionMetadata
+from octavo.kv.format import KVFormat, KVGroup
+from octavo.layers.attention import LONG_PROMPT, AttentionMetadata, pays_to_share
 from octavo.messages import StepPlan
 
 
@@ -77,6 +78,7 @@ class InputBatch:
         max_rows: int,
         groups: list[KVGroup],
         device: torch.device,
+        cascades: Sequence[bool] = (),
     ):
         """Allocate the tables.
 
@@ -86,6 +88,8 @@ class InputBatch:
             max_rows: most rows of a step.
             groups: KV groups, one block table each.
             device: where the tables lie.
+            cascades: per KV group, whether attention can read once what all requests of a step share; ():
+                it cannot.
         """
         self.device = device
         self.max_model_len = max_model_len
@@ -110,6 +114,13 @@ class InputBatch:
         self._ends = _zeros((max_num_seqs,), torch.int64, device)
         self._seq_lens = _zeros((max_num_seqs,), torch.int32, device)
         self._layout: _Layout | None = None
+        self._cascades = cascades if any(cascades) else ()
+        self._shared_format = next(
+            (g.format for g, c in zip(groups, self._cascades, strict=False) if c), None
+        )
+        self._shared_len = _zeros((1,), torch.int32, device)
+        self._shared_tokens = 0  # what is in there
+        self.num_shared_steps = 0  # for measurements and tests
 
     def apply(self, plan: StepPlan) -> None:
         """Enter admissions and new blocks; one transfer for each kind."""
@@ -162,7 +173,23 @@ class InputBatch:
         prompts = _long_prompts(plan) if inputs.meta[0].max_query_len >= LONG_PROMPT else ()
         for meta in inputs.meta:
             meta.max_seq_len, meta.plan, meta.prompts = inputs.max_seq_len, None, prompts
+        if self._shared_format is not None:
+            shared = self._share(plan, self._shared_format)
+            for meta, cascades in zip(inputs.meta, self._cascades, strict=True):
+                meta.shared_blocks = shared if cascades else 0
         return inputs
+
+    def _share(self, plan: StepPlan, fmt: KVFormat) -> int:
+        """Blocks that the step attends to once for all requests (0: none); their tokens go to the device."""
+        tokens = plan.shared_blocks * self.block_size
+        if not pays_to_share(len(plan.slots), tokens, fmt):
+            return 0
+        self.num_shared_steps += 1
+        if tokens != self._shared_tokens:
+            # After the steps before in the stream; a number needs no memory that the host would have to keep.
+            self._shared_len.fill_(tokens)
+            self._shared_tokens = tokens
+        return plan.shared_blocks
 
     def fill(self, inputs: StepInputs) -> None:
         """Gather the inputs from the tables as they are when the device gets there; count the rows."""
@@ -241,6 +268,7 @@ class InputBatch:
                     max_query_len=int(plan.num_rows.max()),
                     max_seq_len=0,
                     num_decodes=int((plan.num_rows == 1).sum()) if total > size else size,
+                    shared_len=self._shared_len,
                 )
                 for block_rows, mapping in zip(self._block_rows, self._slot_mappings, strict=True)
             ],

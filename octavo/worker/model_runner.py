@@ -45,7 +45,7 @@ class ModelRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.kv_caches = kv_caches
-        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device)
+        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device, model.cascades())
         self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
         self.verifier = Verifier(Sampler(self.sampling))
         self.graphs: DecodeGraphs | None = None

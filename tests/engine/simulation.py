@@ -93,6 +93,12 @@ class PretendExecutor(Executor):
         if self.fail_at == plan.step_id:
             raise RuntimeError("pretend failure")
         assert (self.computed[plan.slots] == plan.start).all()
+        if plan.shared_blocks:
+            assert len(plan.slots) > 1 and (plan.num_rows == 1).all()
+            assert plan.shared_blocks <= plan.start.min() // self.block_size, "shared blocks that rows are in"
+            for table, window in zip(self.tables, self.windows, strict=True):
+                heads = table[plan.slots, : plan.shared_blocks]
+                assert window is not None or (heads == heads[0]).all(), "blocks that are not shared"
         ends = plan.start + plan.num_rows
         # As on a device: all rows are written before any is read.
         for slot, start, end in zip(plan.slots, plan.start, ends, strict=True):

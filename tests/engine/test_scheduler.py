@@ -283,3 +283,73 @@ def test_scheduling_512_requests_takes_under_a_millisecond():
     assert len(times) > 80
     print(f"median of schedule and update with 512 running: {np.median(times) * 1e6:.0f} µs")
     assert np.median(times) < 1e-3
+
+
+def shared_of(core) -> list[int]:
+    """Shared blocks of the steps of several requests of one row each since the last call."""
+    plans, core.executor.plans = core.executor.plans, []
+    assert not any(p.shared_blocks for p in plans if len(p.slots) == 1 or p.num_rows.max() > 1)
+    return [p.shared_blocks for p in plans if len(p.slots) > 1 and (p.num_rows == 1).all()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("windows, shared", [((None,), 6), ((None, 20, None), 6), ((20,), 0)])
+def test_blocks_that_all_requests_of_a_step_share(overlap, windows, shared):
+    """Sharers run; one joins that shares nothing, and one that shares less; they leave; slots are reused."""
+    core = make_core(num_blocks=200 * len(windows), async_scheduling=overlap, windows=windows)
+    head = prompts(1, 50, 50)[0]  # 6 blocks of 8 and 2 tokens
+    for i in range(3):
+        core.add(request(str(i), [*head, i, i], 80 - 20 * i))
+    while core.stats().generation_tokens < 9:
+        core.step()
+    shared_of(core)
+    core.step()
+    assert shared_of(core) == [shared]
+    for name, prompt in [("other", prompts(1, 20, 20, seed=5)[0]), ("less", [*head[:30], *range(25)])]:
+        core.add(request(name, prompt, 8))
+        while core.stats().num_waiting:
+            core.step()
+        shared_of(core)
+        for _ in range(3):
+            core.step()
+        assert shared_of(core) == [0 if name == "other" else min(shared, 3)] * 3
+        while core.stats().num_running > 3:
+            core.step()
+        core.step()
+        shared_of(core)
+        core.step()
+        assert shared_of(core) == [shared]
+    while core.stats().num_running > 1:  # the newest end first, with one of which the others are compared
+        core.step()
+    counts = shared_of(core)
+    assert len(counts) > 20 and set(counts) == {shared}
+    assert run(core)["0"][-1].finish_reason == "length"
+    assert shared_of(core) == []
+
+
+def test_a_block_that_a_step_fills_is_not_shared_in_it():
+    """A request may adopt a block whose last row the same step computes, beside its own only row."""
+    core = make_core()
+    prompt = prompts(1, 16, 16)[0]
+    core.add(request("a", prompt, 30))
+    while core.stats().generation_tokens < 8:
+        core.step()
+    shared_of(core)
+    core.add(request("b", [*prompt, *expected(prompt, 8), 1], 9))
+    core.step()
+    core.step()
+    assert core.executor.plans[0].start.tolist() == [23, 24]
+    assert shared_of(core) == [2, 3]
+
+
+def test_shared_blocks_after_preemption_and_without_the_setting():
+    for settings in [{}, {"disable_cascade_attn": True}, {"enable_prefix_caching": False}]:
+        core = make_core(num_blocks=34, **settings)
+        head = prompts(1, 32, 32)[0]
+        for i in range(6):
+            core.add(request(str(i), [*head, i], 60))
+        outputs = run(core)
+        for i in range(6):
+            assert tokens_of(outputs[str(i)]) == expected([*head, i], 60)
+        assert core.stats().num_preemptions > 0
+        assert max(shared_of(core)) == (0 if settings else 4)
