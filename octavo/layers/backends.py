@@ -15,22 +15,30 @@ BACKENDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "torch": ("octavo.layers.attention", "TorchAttention", ("cpu", "cuda", "meta")),
     "cpu": ("octavo.layers.attention_cpu", "CPUAttention", ("cpu",)),
     "triton": ("octavo.layers.attention_triton", "TritonAttention", ("cuda",)),
+    "invariant": ("octavo.layers.attention_invariant", "InvariantAttention", ("cuda",)),
 }
 _AUTO = {"cpu": "cpu", "cuda": "triton"}
 
 
-def resolve_backend(name: str | None, device: torch.device) -> str:
+def resolve_backend(name: str | None, device: torch.device, batch_invariant: bool = False) -> str:
     """The backend's name for a device; None and "auto" take the device's fastest.
+
+    Args:
+        name: of a backend, or None or "auto".
+        device: where it runs; on "meta", which measures sizes, any will do.
+        batch_invariant: take the one whose rows don't depend on the batch.
 
     Raises:
         ConfigError: an unknown name, or a backend that cannot run on the device.
     """
     if name in (None, "auto"):
-        return _AUTO.get(device.type, "torch")
+        if not batch_invariant or device.type == "meta":
+            return _AUTO.get(device.type, "torch")
+        name = "invariant"
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend={name!r} is not known: use auto, {', '.join(BACKENDS)}")
     devices = BACKENDS[name][2]
-    if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+    if name in ("triton", "invariant") and os.environ.get("TRITON_INTERPRET") == "1":
         devices = ("cuda", "cpu")
     if device.type not in devices:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from octavo.models.registry import model_class
 from octavo.models.targets import Targets, ignored, missing
 from octavo.parallel.state import tensor_parallel_group
 from octavo.quantization.experts_method import experts_method
-from octavo.quantization.linear_method import linear_method
+from octavo.quantization.linear_method import LinearMethod, linear_method
 
 _NAMES_SHOWN = 5
 _MOST_AT_ONCE = 8  # layers that are in memory twice
@@ -38,6 +38,7 @@ def build_model(
     block_size: int = 16,
     kv_dtype: torch.dtype | None = None,
     quantization: str | None = None,
+    batch_invariant: bool = False,
     with_head: bool = True,
 ) -> CausalLM:
     """Make a model whose parameters are allocated once, on the device, and not yet filled.
@@ -52,6 +53,8 @@ def build_model(
         kv_dtype: of the KV cache; None takes `dtype`.
         quantization: how weights are stored: None for `dtype`, or "gguf" (a GGUF file's encodings) or "int8",
             both on a CPU.
+        batch_invariant: no row's result depends on the rows beside it, to the bit (on a GPU; not for the
+            families that `octavo.worker.batch_invariance` refuses).
         with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
 
     Raises:
@@ -64,11 +67,11 @@ def build_model(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len or config.context_length,
-        attention_backend=resolve_backend(attention_backend, device),
+        attention_backend=resolve_backend(attention_backend, device, batch_invariant),
         block_size=block_size,
         kv_dtype=str(kv_dtype or dtype).removeprefix("torch."),
         group=tensor_parallel_group(),
-        linear_method=partial(linear_method, quantization),
+        linear_method=partial(_invariant_method() if batch_invariant else linear_method, quantization),
         experts_method=partial(experts_method, quantization),
     )
     model = model_class(config.architecture, config.implementation)(config)
@@ -79,6 +82,12 @@ def build_model(
             layer.create_weights(build, name)
     model.assign_kv_groups()
     return model.eval()
+
+
+def _invariant_method() -> Callable[[str | None, str], LinearMethod]:
+    from octavo.quantization.invariant_method import invariant_method  # needs Triton
+
+    return invariant_method
 
 
 def _layers(model: CausalLM) -> list[tuple[str, Layer]]:

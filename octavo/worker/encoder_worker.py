@@ -20,6 +20,7 @@ from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling import pool_padded
 from octavo.models.pooling_config import pooling_settings
 from octavo.models.transformers_config import hf_config, import_transformers
+from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class EncoderWorker:
         model_config = load_model_config(source, config.model_impl)
         settings = pooling_settings(config, source, model_config)
         assert settings is not None  # an encoder makes nothing else
+        check_batch_invariant(config, self.device, model_config, pooling=True)
         self.pooling_type = settings.pooling_type
         dtype = choose_dtype(config.dtype, model_config, self.device)
         length = config.max_model_len

@@ -29,6 +29,7 @@ from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import configured_model
 from octavo.models.pooling_config import pooling_settings
 from octavo.sampling_params import SamplingParams
+from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
@@ -56,6 +57,7 @@ class Worker:
         source = configured_model(config)
         self.model_config = load_model_config(source, config.model_impl)
         self.pooling = pooling_settings(config, source, self.model_config)
+        check_batch_invariant(config, self.device, self.model_config, self.pooling is not None)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         self.quantization = choose_quantization(config.quantization, source, config.load_format, self.device)
         wanted = self._wanted_length(self.model_config)
@@ -70,6 +72,7 @@ class Worker:
             max_model_len=wanted,
             block_size=config.block_size,
             quantization=self.quantization,
+            batch_invariant=config.batch_invariant,
             with_head=self.pooling is None,
         )
         self._check_size(build)
@@ -99,7 +102,7 @@ class Worker:
         rope = f"{model.rope!r}:{sorted(variant.items())!r}"
         root = root_key(
             fingerprint(source, self.model_config, config.load_format, config.seed),
-            self.dtype if self.quantization is None else f"{self.dtype}+{self.quantization}",
+            self._arithmetic(),
             ";".join(f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups),
             rope,
             config.block_size,
@@ -122,6 +125,11 @@ class Worker:
                 "profile and cache": f"{ready - loaded:.2f} s",
             },
         )
+
+    def _arithmetic(self) -> str:
+        """What decides how KV values are rounded: for the root of their keys."""
+        kinds = [self.dtype, self.quantization, "batch_invariant" if self.config.batch_invariant else None]
+        return "+".join(kind for kind in kinds if kind is not None)
 
     def execute(self, plan: StepPlan) -> LaunchedStep | LaunchedPooling:
         """Launch a step.

@@ -17,8 +17,11 @@ from octavo.kernels.triton import invariant_attention as kernels
 from octavo.kernels.triton import invariant_linear as linear
 from octavo.kv.format import KVFormat
 from octavo.layers.attention_invariant import InvariantAttention
-from tests.kernels.invariance import check_attention, check_linear
+from octavo.models.config import ModelConfig, RopeConfig
+from octavo.models.loading import build_model, load_targets, load_weights
+from tests.kernels.invariance import check_attention, check_linear, same_bits
 from tests.kernels.ragged import attention_float64, ragged_batch
+from tests.models.paged import PagedRun
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -119,6 +122,33 @@ def test_attention_is_right(
         got = InvariantAttention(heads, fmt, 0.3, window, softcap).attend(q, cache, meta)
         want = attention_float64(q, cache, meta, 0.3, window, softcap)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_computes_the_same_in_any_batch(small_chunks: None) -> None:
+    """Logits of a model with q and k norms and a tied head: of whole prompts together, of chunks, and of one
+    alone; and close to those of the plain path."""
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=40, hidden_size=32, intermediate_size=24, num_layers=1,
+        num_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=64, rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1e4, dim=16), tie_word_embeddings=True, qk_norm=True,
+    )  # fmt: skip
+    built = dict(dtype=torch.float32, device=DEVICE, block_size=8)
+    model = build_model(config, batch_invariant=True, **built)
+    g = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(t.shape, generator=g) for name, t in load_targets(model).items()}
+    del weights["lm_head.weight"]
+    plain = build_model(config, attention_backend="torch", **built)
+    for each in (model, plain):
+        load_weights(each, weights.items())
+    assert model.lm_head.method.name == model.model.layers[0].mlp.down_proj.method.name == "batch-invariant"
+    prompts = [torch.randint(40, (n,), generator=g).tolist() for n in (21, 6)]
+    want = PagedRun(model, 2, 24).prompts(prompts, 32)
+    chunked = PagedRun(model, 2, 24, seed=1).prompts(prompts, 9)
+    alone = PagedRun(model, 1, 24).prompts(prompts[:1], 32)
+    assert all(same_bits(got, whole) for got, whole in zip(chunked, want, strict=True))
+    assert same_bits(alone[0], want[0])
+    for got, close in zip(want, PagedRun(plain, 2, 24).prompts(prompts, 32), strict=True):
+        torch.testing.assert_close(got, close, atol=1e-4, rtol=1e-4)
 
 
 def test_chunks_grow_with_the_position() -> None:

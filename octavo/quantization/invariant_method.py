@@ -1,0 +1,57 @@
+"""Linear layers whose every row is the same bits whatever rows stand beside it: for `--batch-invariant`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.kernels.triton.invariant_linear import invariant_linear
+from octavo.quantization.embedding_method import UnquantizedEmbeddingMethod
+from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod
+
+
+class InvariantLinearMethod(UnquantizedEmbeddingMethod):
+    """The matrix as it is, multiplied by `octavo.kernels.triton.invariant_linear`.
+
+    Norms before the product and activations after it are kernels of their own, one program a row, since
+    the ones that take them in are chosen by the number of rows.
+    """
+
+    name = "batch-invariant"
+
+    def process_after_load(self, layer: nn.Module) -> None:
+        pass  # nothing is repacked
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return invariant_linear(x, layer.weight, bias)  # type: ignore[arg-type]
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
+    ) -> torch.Tensor:
+        return LinearMethod.apply_gated(self, layer, x, bias, act)
+
+    def apply_after(
+        self,
+        layer: nn.Module,
+        norm: AddingNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        act: GatedActivation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return LinearMethod.apply_after(self, layer, norm, x, residual, bias, act)
+
+
+def invariant_method(quantization: str | None, prefix: str) -> LinearMethod:
+    """The method for the layer named `prefix`.
+
+    Raises:
+        ConfigError: weights are to be kept quantized.
+    """
+    if quantization is not None:
+        raise ConfigError(
+            f"batch_invariant multiplies no quantized weights (quantization={quantization!r}): "
+            "use quantization='none', or leave batch_invariant out"
+        )
+    return InvariantLinearMethod()
