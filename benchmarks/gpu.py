@@ -1,132 +1,186 @@
-"""First figures on a GPU: the seeded workloads at two shapes, random weights, token ids in, greedy.
+"""Every figure of the GPU page, each one `octavo bench` command (benchmarks/gpu_rows.json), in one process.
 
-    python benchmarks/gpu.py [--shape llama-8b|qwen3-0.6b] [--rows decode1,decode32,…] [--json FILE]
+    python benchmarks/gpu.py [--rows llama-8b,qwen3-0.6b/decode-1] [--json FILE] [--page]
+    python benchmarks/gpu.py --list
 
-Prints one line per figure: measured, and the floor computed from bytes over bandwidth or operations
-over rate (rates given by --bandwidth and --rate; defaults are one H200's as measured).
+Rows whose commands differ only in what is measured share one loaded model. `--rows` takes beginnings of ids;
+the reports at the end of the file (sweep, growth, scheduler) run only when they are named. `--json` adds to
+what the file holds, row by row, so that a run that is cut short loses nothing; `--page` writes the table of
+benchmarks/gpu.md anew from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import shlex
 import sys
-import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
-from octavo import LLM, SamplingParams
-from octavo.bench.workloads import WorkItem, random_requests, shared_prefix_requests
+from octavo.bench.engines import Engines
+from octavo.bench.report import Report, as_json
+from octavo.cli.bench import load_benchmark
+from octavo.cli.main import build_parser
+from octavo.errors import OctavoError
 
-SHAPES = {
-    "llama-8b": dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336,
-        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
-        max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False,
-        torch_dtype="bfloat16", hidden_act="silu",
-    ),
-    "qwen3-0.6b": dict(
-        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, intermediate_size=3072,
-        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936,
-        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True,
-        torch_dtype="bfloat16", hidden_act="silu",
-    ),
-}  # fmt: skip
-STREAMED = {"llama-8b": 15.0e9, "qwen3-0.6b": 1.19e9}  # bytes of weights that a step reads
-THROUGHPUT = {"llama-8b": 512, "qwen3-0.6b": 256}
+FOLDER = Path(__file__).parent
+BEGIN, END = "<!-- rows: begin (benchmarks/gpu.py --page) -->\n", "<!-- rows: end -->\n"
 
 
-def run(llm: LLM, items: list[WorkItem]) -> tuple[float, int]:
-    """Seconds and output tokens of a workload, all requests at once."""
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=i.max_tokens, ignore_eos=True, detokenize=False)
-        for i in items
+def load_rows(path: Path) -> dict[str, Any]:
+    """The file of rows, with whole commands."""
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for row in [*table["rows"], *table["reports"]]:
+        row["short"] = row["command"].replace("{engine}", "$ENGINE")
+        row["command"] = row["command"].replace("{engine}", table["engine"])
+    return table
+
+
+def run_command(command: str, engines: Engines) -> Report:
+    """What the command would do on its own, on an engine that others may have loaded."""
+    argv = shlex.split(command)
+    args = build_parser("bench").parse_args([*argv[1:], "--disable-tqdm"])
+    return load_benchmark(args.benchmark).measure(args, engines)
+
+
+def chosen_rows(table: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    """Rows whose ids begin with one of the names; all but the reports without any."""
+    if not names:
+        return list(table["rows"])
+    found = [
+        row for row in [*table["rows"], *table["reports"]] if any(row["id"].startswith(n) for n in names)
     ]
-    begin = time.perf_counter()
-    outputs = llm.generate([i.prompt_token_ids for i in items], params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    for item, output in zip(items, outputs, strict=True):
-        assert len(output.outputs[0].token_ids) == item.max_tokens
-    return seconds, sum(i.max_tokens for i in items)
+    if not found:
+        raise SystemExit(f"no row begins with {' or '.join(names)}: see --list")
+    return found
 
 
-def decode_ms(llm: LLM, count: int, repeats: int) -> float:
-    """Milliseconds per decode step: the difference of runs of 256 and 1 output tokens."""
-    times = []
-    for seed in range(repeats):
-        long = run(llm, random_requests(count, (128, 128), (256, 256), seed=100 + seed))[0]
-        short = run(llm, random_requests(count, (128, 128), (1, 1), seed=200 + seed))[0]
-        times.append((long - short) / 255 * 1e3)
-    return statistics.median(times)
+def measure(rows: list[dict[str, Any]], results: dict[str, Any], json_path: Path | None) -> None:
+    """Run the rows' commands, each once, and add what they found to `results` by id."""
+    reports: dict[str, dict[str, Any]] = {}
+    with Engines() as engines:
+        for row in rows:
+            command = row["command"]
+            if command not in reports:
+                print(f"\n$ {command}", file=sys.stderr, flush=True)
+                try:
+                    report = run_command(command, engines)
+                    print(report.text, file=sys.stderr, flush=True)
+                    reports[command] = as_json(report)
+                except (OctavoError, RuntimeError) as error:  # the other rows have figures of their own
+                    print(f"failed: {error}", file=sys.stderr, flush=True)
+                    reports[command] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            result: dict[str, Any] = {"command": command, **reports[command]}
+            if "value" in row and "error" not in result:
+                value = result["summary"][row["value"]]
+                result["figure"] = None if value is None else value * row.get("scale", 1)
+            results[row["id"]] = result
+            if json_path is not None:
+                json_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(
-    shape: str, rows: set[str], repeats: int, bandwidth: float, rate: float
-) -> dict[str, dict[str, float]]:
-    figures: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        begin = time.perf_counter()
-        llm = LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=12288,
-            enable_prefix_caching=False,
-            max_num_seqs=512, gpu_memory_utilization=0.9,
-        )  # fmt: skip
-        run(llm, random_requests(1, (16, 16), (1, 1)))
-        figures["start to first token, s"] = {"measured": time.perf_counter() - begin}
-        print(json.dumps(llm.facts.summary), file=sys.stderr)
-        run(llm, random_requests(64, (100, 300), (20, 40), seed=9))  # warm-up
-        floor = STREAMED[shape] / bandwidth * 1e3
-        if "decode1" in rows:
-            figures["decode, 1 request, ms"] = {"measured": decode_ms(llm, 1, repeats), "floor": floor}
-        if "decode32" in rows:
-            figures["decode, 32 requests, ms"] = {"measured": decode_ms(llm, 32, repeats), "floor": floor}
-        if "prefill" in rows:
-            times = [
-                run(llm, random_requests(1, (8192, 8192), (1, 1), seed=s))[0] for s in range(repeats + 1)
-            ]
-            parameters = STREAMED[shape] / 2
-            figures["prefill of 8192, s"] = {
-                "measured": statistics.median(times[1:]),
-                "floor": 2 * parameters * 8192 / rate,
-            }
-        if "throughput" in rows:
-            count = THROUGHPUT[shape]
-            seconds, tokens = run(llm, random_requests(count, (100, 1024), (100, 1024)))
-            figures[f"{count} requests, output tokens/s"] = {"measured": tokens / seconds}
-        if "shared" in rows:
-            items = shared_prefix_requests(64, 4096, 64, 16)
-            figures["shared prefix, cache off, s"] = {"measured": run(llm, items)[0]}
-        llm.close()
-        if "shared" in rows:
-            llm = LLM(
-                folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=12288, max_num_seqs=512
-            )
-            run(llm, random_requests(8, (100, 300), (4, 4), seed=9))
-            run(llm, shared_prefix_requests(8, 512, 64, 4, seed=77))
-            figures["shared prefix, cache on, first pass, s"] = {"measured": run(llm, items)[0]}
-            llm.close()
-    return figures
+def judge(row: dict[str, Any], ours: float | None) -> dict[str, str]:
+    """A row's cells: ours, peer, how many times better, floor, share of it, target, whether it is reached."""
+    lower = row["better"] == "lower"
+
+    def ratio(other: float | None) -> float | None:
+        """How many times better ours is than the other."""
+        if ours is None or not other:
+            return None
+        return other / ours if lower else ours / other
+
+    peer, floor, target = ratio(row["peer"]), ratio(row["floor"]), ratio(row["target"])
+    return {
+        "figure": row["figure"],
+        "ours": _number(ours),
+        "vLLM": _number(row["peer"]),
+        "times better": "–" if peer is None else f"{peer:.2f}",
+        "floor": _number(row["floor"]),
+        "share of it": "–" if floor is None else f"{floor:.0%}",
+        "target": "–" if not row["target"] else f"{'≤' if lower else '≥'} {_number(row['target'])}",
+        "": "" if target is None else "reached" if target >= 1 else "missed",
+    }
 
 
-def main() -> None:
+def markdown(table: dict[str, Any], results: dict[str, Any]) -> str:
+    """The page's part: machine and sources, the table, the commands."""
+    rows = [(row, judge(row, results.get(row["id"], {}).get("figure"))) for row in table["rows"]]
+    columns = list(rows[0][1])
+    lines = [
+        f"Machine: {table['machine']}. Peer: {table['peer']}. Floor: {table['floor']}.",
+        "",
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(cells.values())} |" for _, cells in rows),
+        "",
+        "The commands, in the order of the rows:",
+        "",
+        "```console",
+        f'$ ENGINE="{table["engine"]}"',
+        *dict.fromkeys(f"$ {row['short']}" for row, _ in rows),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with its part between the comments as `text`."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"the page has no comments {BEGIN.strip()} and {END.strip()}")
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+
+
+def plain(table: dict[str, Any], rows: list[dict[str, Any]], results: dict[str, Any]) -> str:
+    """The rows for a terminal."""
+    cells = [judge(row, results.get(row["id"], {}).get("figure")) for row in rows if "figure" in row]
+    if not cells:
+        return ""
+    widths = {name: max(len(name), *(len(c[name]) for c in cells)) for name in cells[0]}
+    lines = [" ".join(name.ljust(width) for name, width in widths.items())]
+    lines += [" ".join(c[name].ljust(width) for name, width in widths.items()) for c in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return (
+        f"{value:,.0f}"
+        if value >= 100
+        else f"{value:.3g}"
+        if value >= 10
+        else f"{value:.3f}".rstrip("0").rstrip(".")
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
-    parser.add_argument("--rows", default="decode1,decode32,prefill,throughput,shared")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--bandwidth", type=float, default=4.32e12, help="bytes/s")
-    parser.add_argument("--rate", type=float, default=745e12, help="bf16 operations/s")
-    parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
-    figures = measure(args.shape, set(args.rows.split(",")), args.repeats, args.bandwidth, args.rate)
-    for name, values in figures.items():
-        floor = f"   floor {values['floor']:.3f}" if "floor" in values else ""
-        print(f"{args.shape:12} {name:45} {values['measured']:12.3f}{floor}")
-    if args.json:
-        Path(args.json).write_text(json.dumps({args.shape: figures}, indent=1))
+    parser.add_argument("--rows", default="", help="comma-separated beginnings of ids")
+    parser.add_argument("--table", type=Path, default=FOLDER / "gpu_rows.json", help="the file of rows")
+    parser.add_argument("--json", type=Path, help="results, by id; read first if it is there")
+    parser.add_argument("--page", nargs="?", type=Path, const=FOLDER / "gpu.md", help="the page to write")
+    parser.add_argument("--list", action="store_true", help="show ids and commands, run nothing")
+    parser.add_argument("--no-run", action="store_true", help="show (and write) what --json holds")
+    args = parser.parse_args(argv)
+    table = load_rows(args.table)
+    rows = chosen_rows(table, [name for name in args.rows.split(",") if name])
+    if args.list:
+        print("\n".join(f"{row['id']:24} {row['command']}" for row in [*table["rows"], *table["reports"]]))
+        return
+    results: dict[str, Any] = {}
+    if args.json is not None and args.json.exists():
+        results = json.loads(args.json.read_text(encoding="utf-8"))
+    if not args.no_run:
+        measure(rows, results, args.json)
+    print(plain(table, rows, results))
+    if args.page is not None:
+        page = args.page.read_text(encoding="utf-8")
+        args.page.write_text(with_table(page, markdown(table, results)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,27 @@ from octavo.version import __version__
 WIDTH = 52
 
 Row = tuple[str, object]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a measurement found.
+
+    Attributes:
+        kind: its name.
+        settings: what was measured, all of it.
+        summary: the figures.
+        records: one per request, iteration or point.
+        text: the figures for people.
+        failed: whether there is nothing to go by.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    summary: dict[str, Any]
+    records: list[Any]
+    text: str
+    failed: bool = False
 
 
 def table(title: str, sections: Sequence[tuple[str, Sequence[Row]]]) -> str:
@@ -41,33 +63,49 @@ def _figure(value: object) -> str:
     return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.4f}"
 
 
-def check_writable(path: str | None) -> None:
-    """Raises ConfigError now, and not after the measurement, if a result can't be saved."""
+def check_writable(path: str | None, name: str = "json") -> None:
+    """Raises ConfigError now, and not after the measurement, if a file (option `name`) can't be written."""
     if path is None:
         return
     folder = Path(path).resolve().parent
     if not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise ConfigError(f"json={path!r} cannot be written: name a file in a folder that can be written to")
+        raise ConfigError(
+            f"{name}={path!r} cannot be written: name a file in a folder that can be written to"
+        )
 
 
-def save(path: str, kind: str, config: dict[str, Any], summary: dict[str, Any], requests: list[Any]) -> None:
-    """Write configuration, all figures and one record per request as JSON.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
+def as_json(report: Report) -> dict[str, Any]:
+    """A report as values for JSON, with what ran it and where."""
     content = {
-        "benchmark": kind,
+        "benchmark": report.kind,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "octavo": __version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "config": config,
-        "summary": summary,
-        "requests": requests,
+        "config": report.settings,
+        "summary": report.summary,
+        "requests": report.records,
     }
+    return dict(finite(content))  # type: ignore[call-overload]
+
+
+def save(path: str, report: Report) -> None:
+    """Write configuration, all figures and every record as JSON.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    write(path, json.dumps(as_json(report), indent=1) + "\n", "json")
+
+
+def write(path: str, text: str, name: str) -> None:
+    """Write a file that the option `name` asks for, and say so.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
     try:
-        Path(path).write_text(json.dumps(finite(content), indent=1) + "\n")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"json={path!r} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{name}={path!r} cannot be written: {error.strerror}") from None
     print(f"octavo: saved {path}", file=sys.stderr)

@@ -10,19 +10,21 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 import msgspec
 
 from octavo.bench.client import HttpClient, HttpResponse, RequestFailed
 from octavo.bench.report import Row, table
 from octavo.bench.statistics import describe, meets, percentile_name
-from octavo.bench.stream import Answer
+from octavo.bench.stream import Answer, error_text
 from octavo.bench.workloads import WorkItem
 from octavo.errors import ConfigError
+
+T = TypeVar("T")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 METRICS = {
@@ -97,7 +99,7 @@ class RequestRecord:
 
 @dataclass
 class ServeRun:
-    """What happened. `notes` are for the reader of the table."""
+    """What happened. `notes` are for the reader of the table, `profile` is the server's answer about one."""
 
     records: list[RequestRecord]
     duration_s: float
@@ -105,6 +107,7 @@ class ServeRun:
     peak_concurrency: int
     model: str
     notes: list[str]
+    profile: dict[str, Any] | None = None
 
 
 class Driver:
@@ -137,6 +140,38 @@ class Driver:
         if answer.error is not None:
             raise RequestFailed(f"the first request to {self.client.target.url}{self.options.path} failed: "
                                 f"{answer.error}")  # fmt: skip
+
+    def limit(self, max_concurrency: int) -> None:
+        """Change how many requests may be under way, for the runs to come."""
+        self.options = replace(self.options, max_concurrency=max_concurrency)
+        self._peak = 0
+
+    async def start_profile(self) -> None:
+        """Let the server record its next steps.
+
+        Raises:
+            RequestFailed: it does not.
+        """
+        await self._profile("start")
+
+    async def stop_profile(self) -> dict[str, Any]:
+        """End the profile; what the server tells of it (Octavo: `trace`, `summary`, `num_steps`).
+
+        Raises:
+            RequestFailed: there is none.
+        """
+        return await self._profile("stop")
+
+    async def _profile(self, verb: str) -> dict[str, Any]:
+        response = await self.client.post(f"/{verb}_profile", b"{}")
+        if response.status == 404:
+            raise RequestFailed(
+                f"{self.client.target.url} has no /{verb}_profile: start `octavo serve` with "
+                "--torch-profiler-dir"
+            )
+        if response.status != 200:
+            raise RequestFailed(f"/{verb}_profile: HTTP {response.status}: {error_text(response.body)}")
+        return dict(msgspec.json.decode(response.body)) if response.body else {}
 
     async def run(self, items: Sequence[WorkItem], on_done: Callable[[RequestRecord], None]) -> ServeRun:
         """Send every request at its time; `on_done` gets each record as it is complete."""
@@ -246,6 +281,15 @@ class Driver:
             await asyncio.sleep(0.2)
 
 
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on uvloop where it exists, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:  # not built for every platform
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds at which requests start: gaps are gamma distributed with mean 1 / rate, the first is at 0."""
     if math.isinf(rate):
@@ -307,6 +351,7 @@ def summarize_serve(
         "client_cpu_share": run.client_cpu_share,
         "errors": dict(Counter(r.error for r in run.records if not r.success).most_common()),
         "notes": run.notes,
+        "profile": run.profile,
     }
     for name, values in samples.items():
         figures = describe(values, percentiles)
@@ -346,7 +391,9 @@ def render_serve(
     text = table("Serving", sections)
     for message, count in list(summary["errors"].items())[:5]:
         text += f"\nfailed {count}x: {message}"
-    return text + "".join(f"\nnote: {note}" for note in summary["notes"])
+    text += "".join(f"\nnote: {note}" for note in summary["notes"])
+    profile = summary["profile"]
+    return text if profile is None else f"{text}\nprofile, on the server: {profile.get('trace', 'written')}"
 
 
 def records_as_json(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ class Answer:
             self.error = self.error or f"a chunk is not the OpenAI API's ({error})"
             return
         if chunk.error is not None:
-            self.error = f"error in the stream: {_message(chunk.error)}"
+            self.error = f"error in the stream: {error_text(chunk.error)}"
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices or ():
@@ -93,12 +93,12 @@ class Answer:
         """The response is complete: judge it."""
         self.status = response.status
         if response.status != 200:
-            self.error = f"HTTP {response.status}: {_message(response.body)}"
+            self.error = f"HTTP {response.status}: {error_text(response.body)}"
         elif self.error is None and not (self._done or self.finish_reason):
             self.error = "the stream ended early" if self.last else "the answer is not a stream"
 
 
-def _message(error: Any) -> str:
+def error_text(error: Any) -> str:
     """The text of an error (or of the body that holds it), on one line and not a page of it."""
     if isinstance(error, bytes):
         try:

@@ -3,50 +3,83 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from octavo.bench.profile import profile_lines
 from octavo.bench.report import table
 from octavo.bench.workloads import WorkItem, random_requests, rounds, vocab_bounds
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 
-WARMUP = 4  # requests
+_FIRST = 4  # requests of a few tokens, before any other
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """How often a workload is run, and how many requests before it."""
+
+    num_iters: int = 1
+    num_warmups: int = 4
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_iters", 1), ("num_warmups", 0)):
+            value = asdict(self)[name]
+            if value < low:
+                raise ConfigError(f"{name}={value} is not valid: give at least {low}")
 
 
 def measure_throughput(
     llm: LLM,
     items: list[WorkItem],
     params: SamplingParams,
+    options: ThroughputOptions | None = None,
+    warmups: Sequence[WorkItem] = (),
     on_round: Callable[[int], None] = lambda done: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run a workload once, after a short warm-up that leaves nothing in the prefix cache.
+    """Run a workload, each time with an empty prefix cache, after a short warm-up.
 
     Requests that wait for an answer (multi-turn) run in rounds: all first turns, then all second ones.
 
     Args:
         params: settings of every request; `max_tokens` is the request's own.
-        on_round: told how many requests are done.
+        warmups: requests to run before, beside a few of the engine's own choice.
+        on_round: told how many more requests are done.
 
     Returns:
-        The figures, and one record per request.
+        The figures and one record per request of the run with the median duration.
     """
+    options = options or ThroughputOptions()
     prompts = [_prompt(llm, item) for item in items]
-    _warm_up(llm, params)
+    _warm_up(llm, params, warmups)
+    runs = [_run(llm, items, prompts, params, on_round) for _ in range(options.num_iters)]
+    ordered = sorted(runs, key=lambda run: float(run[0]["duration_s"]))
+    summary, records = ordered[(len(ordered) - 1) // 2]
+    return {**summary, "durations_s": [run[0]["duration_s"] for run in runs]}, records
+
+
+def _run(
+    llm: LLM,
+    items: list[WorkItem],
+    prompts: list[Any],
+    params: SamplingParams,
+    on_round: Callable[[int], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The workload once: figures, and a record per request."""
+    llm.reset_prefix_cache()
     outputs: list[RequestOutput | None] = [None] * len(items)
     before = llm.stats()
     start = time.perf_counter()
-    done = 0
     for indices in rounds(items):
         own = [params.clone(max_tokens=items[i].max_tokens) for i in indices]
         for i, output in zip(
             indices, llm.generate([prompts[i] for i in indices], own, use_tqdm=False), strict=True
         ):
             outputs[i] = output
-        done += len(indices)
-        on_round(done)
+        on_round(len(indices))
     seconds = time.perf_counter() - start
     records = [_record(i, output) for i, output in enumerate(outputs) if output is not None]
     return summarize(records, seconds, llm.stats().num_preemptions - before.num_preemptions), records
@@ -73,7 +106,7 @@ def summarize(records: list[dict[str, Any]], seconds: float, preemptions: int) -
 
 def render_throughput(summary: dict[str, Any]) -> str:
     """The figures as a table."""
-    return table(
+    text = table(
         "Throughput",
         [
             (
@@ -86,6 +119,7 @@ def render_throughput(summary: dict[str, Any]) -> str:
                     ("Input tokens from the prefix cache", summary["cached_tokens"]),
                     ("Prefix cache hit rate (%)", summary["cache_hit_rate"] * 100),
                     ("Preemptions", summary["num_preemptions"]),
+                    ("Runs, of which this is the median", len(summary["durations_s"])),
                 ],
             ),
             (
@@ -98,18 +132,19 @@ def render_throughput(summary: dict[str, Any]) -> str:
             ),
         ],
     )
+    return text + profile_lines(summary)
 
 
 def _prompt(llm: LLM, item: WorkItem) -> Any:
     return item.prompt if item.messages is None else llm.render_chat(item.messages)
 
 
-def _warm_up(llm: LLM, params: SamplingParams) -> None:
+def _warm_up(llm: LLM, params: SamplingParams, warmups: Sequence[WorkItem]) -> None:
     length = max(1, min(16, llm.facts.max_model_len - 4))
     vocab = vocab_bounds(llm.facts.vocab_size)
-    items = random_requests(WARMUP, (length, length), (2, 2), seed=-1, vocab=vocab)
-    llm.generate([i.prompt_token_ids for i in items], params.clone(max_tokens=2), use_tqdm=False)
-    llm.reset_prefix_cache()
+    items = [*random_requests(_FIRST, (length, length), (2, 2), seed=-1, vocab=vocab), *warmups]
+    own = [params.clone(max_tokens=item.max_tokens) for item in items]
+    llm.generate([item.prompt_token_ids for item in items], own, use_tqdm=False)
 
 
 def _record(index: int, output: RequestOutput) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,12 @@ VOCAB_LOW, VOCAB_HIGH = 1000, 30000  # ids that every vocabulary of practical si
 
 Bounds = tuple[int, int]
 VOCAB: Bounds = (VOCAB_LOW, VOCAB_HIGH)
+
+_SEEDS = {"random": 0, "shared-prefix": 1, "repetitive": 2, "multi-turn": 3, "custom": 0}
+"""Seed 0 of a workload makes the requests of its function's default seed."""
+
+_WARMUP_SEED = 1_000_003
+_WARMUP_OUTPUT = 8  # tokens
 
 KINDS = ("random", "shared-prefix", "repetitive", "multi-turn", "custom")
 """Workloads by name; custom is a file."""
@@ -155,6 +161,7 @@ class WorkloadSpec:
             multi-turn.
         output_len: tokens to make; of a file, where a line doesn't say.
         range_ratio: random lengths are uniform within (1 ± ratio) times these.
+        input_range, output_range: fewest and most tokens of random lengths, in the place of length and ratio.
         prefix_len: tokens that all prompts share (shared-prefix).
         period: tokens of the unit that is repeated (repetitive).
         turns, turn_len: requests of a conversation, and new tokens of each after the first (multi-turn).
@@ -170,6 +177,8 @@ class WorkloadSpec:
     input_len: int = 256
     output_len: int = 64
     range_ratio: float = 0.0
+    input_range: Bounds | None = None
+    output_range: Bounds | None = None
     prefix_len: int = 512
     period: int = 16
     turns: int = 4
@@ -189,16 +198,28 @@ class WorkloadSpec:
         if not 0.0 <= self.range_ratio < 1.0:
             raise ConfigError(f"range_ratio={self.range_ratio} is not valid: give at least 0 and less than 1")
 
+        for name in ("input_range", "output_range"):
+            given = getattr(self, name)
+            if given is not None and not 1 <= given[0] <= given[1]:
+                raise ConfigError(
+                    f"{name}={given[0]} {given[1]} is not valid: give at least 1, the lower first"
+                )
+            if given is not None and self.kind != "random":
+                raise ConfigError(f"{name} goes with dataset_name=random: {self.kind} has one length")
+
     def _spread(self, length: int) -> Bounds:
         return max(1, round(length * (1 - self.range_ratio))), round(length * (1 + self.range_ratio))
 
     def items(self, vocab: Bounds = VOCAB) -> list[WorkItem]:
         """The requests; random ids lie within `vocab`, both bounds included."""
         count = self.num_prompts or 64
-        common: dict[str, Any] = {"seed": self.seed, "vocab": vocab}
+        common: dict[str, Any] = {"seed": self.seed + _SEEDS[self.kind], "vocab": vocab}
         if self.kind == "random":
             return random_requests(
-                count, self._spread(self.input_len), self._spread(self.output_len), **common
+                count,
+                self.input_range or self._spread(self.input_len),
+                self.output_range or self._spread(self.output_len),
+                **common,
             )
         if self.kind == "shared-prefix":
             return shared_prefix_requests(count, self.prefix_len, self.input_len, self.output_len, **common)
@@ -212,6 +233,13 @@ class WorkloadSpec:
             return items[:count]
         assert self.path is not None
         return file_requests(self.path, self.num_prompts, self.output_len)
+
+    def warmups(self, count: int, vocab: Bounds = VOCAB) -> list[WorkItem]:
+        """`count` requests of this kind to run before, other tokens and short answers; none of a file."""
+        if not count or self.kind == "custom":
+            return []
+        items = replace(self, num_prompts=count, seed=self.seed + _WARMUP_SEED).items(vocab)
+        return [replace(item, max_tokens=min(item.max_tokens, _WARMUP_OUTPUT)) for item in items]
 
 
 def _from_object(data: dict[str, Any], limit: int) -> WorkItem:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from octavo.cli.main import main
+from octavo.engine.trace_summary import read_trace, summarize_trace
 from tests import tiny
 from tests.server.conftest import running
 from tests.server.fakes import FakeEngine
@@ -26,9 +28,8 @@ def result(path):
 def test_latency(model, tmp_path, capsys):
     out = tmp_path / "latency.json"
     args = ["--input-len", "8", "--output-len", "6", "--batch-size", "3", "--num-iters", "4"]
-    assert (
-        main(["bench", "latency", model, *args, "--num-iters-warmup", "1", *ENGINE, "--json", str(out)]) == 0
-    )
+    args += ["--num-iters-warmup", "1", *ENGINE, "--json", str(out)]
+    assert main(["bench", "latency", model, *args, "--profile", str(tmp_path / "traces")]) == 0
     shown = capsys.readouterr().out
     assert "3 x (8 in, 6 out)" in shown
     found = result(out)
@@ -36,10 +37,27 @@ def test_latency(model, tmp_path, capsys):
     summary = found["summary"]
     assert len(times) == summary["num_iters"] == 4
     assert summary["median_latency_ms"] == pytest.approx((times[1] + times[2]) / 2)
+    firsts = sorted(r["first_token_ms"] for r in found["requests"])
+    assert summary["median_first_token_ms"] == pytest.approx((firsts[1] + firsts[2]) / 2)
+    steps = sorted((r["latency_ms"] - r["first_token_ms"]) / 5 for r in found["requests"])
+    assert summary["median_decode_step_ms"] == pytest.approx((steps[1] + steps[2]) / 2)
     assert summary["ms_per_token"] == pytest.approx(summary["median_latency_ms"] / 6)
     assert summary["output_throughput"] == pytest.approx(18 / summary["median_latency_ms"] * 1e3)
     assert found["config"]["batch_size"] == 3
     assert found["config"]["engine"]["model"] == model
+    profile = summary["profile"]
+    assert profile["num_steps"] == summarize_trace(read_trace(profile["trace"])).steps == 6
+    assert profile["trace"] in shown and Path(profile["trace"]).parent == tmp_path / "traces"
+
+
+def test_latency_of_prompts_alone(model, tmp_path, capsys):
+    out = tmp_path / "latency.json"
+    args = ["--input-len", "8", "--output-len", "1", "--num-iters", "1", *ENGINE, "--json", str(out)]
+    assert main(["bench", "latency", model, *args]) == 0
+    summary = result(out)["summary"]
+    assert summary["median_decode_step_ms"] is None
+    assert summary["median_first_token_ms"] == summary["median_latency_ms"]
+    assert "decode step" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -71,6 +89,55 @@ def test_throughput(model, tmp_path, capsys, workload, hits):
     assert summary["total_token_throughput"] == pytest.approx((prompt + 32) / summary["duration_s"])
     assert all(0 < r["ttft_ms"] <= r["e2el_ms"] for r in found["requests"])
     assert f"{summary['output_throughput']:.2f}" in capsys.readouterr().out
+
+
+def test_throughput_of_several_runs(model, tmp_path, capsys):
+    """The median run's figures; every run begins with an empty cache; warm-ups leave nothing behind."""
+    out = tmp_path / "throughput.json"
+    args = ["--dataset-name=shared-prefix", "--prefix-len=32", "--input-len=4", "--max-num-seqs=1"]
+    args += ["--num-prompts=4", "--output-len=3", "--num-iters=3", "--num-warmups=2", *ENGINE]
+    args += ["--profile", str(tmp_path), "--profiler-max-iterations", "2", "--profiler-delay-iterations", "1"]
+    assert main(["bench", "throughput", model, *args, "--json", str(out)]) == 0
+    summary = result(out)["summary"]
+    durations = summary["durations_s"]
+    assert len(durations) == 3 and summary["duration_s"] == sorted(durations)[1]
+    assert summary["cached_tokens"] == 3 * 32
+    assert summary["num_requests"] == 4 and summary["total_output_tokens"] == 12
+    assert summary["profile"]["num_steps"] == 2
+    assert "profile:" in capsys.readouterr().out
+
+
+def test_startup(model, tmp_path, capsys):
+    out = tmp_path / "startup.json"
+    args = ["--num-iters-cold", "1", "--num-iters-warm", "0", *ENGINE, "--json", str(out)]
+    assert main(["bench", "startup", model, *args]) == 0
+    found = result(out)
+    [start] = found["requests"]
+    assert 0 < start["ready_s"] < start["first_token_s"] == found["summary"]["cold_first_token_s"]
+    assert start["cold"] and found["summary"]["warm_ready_s"] is None
+    assert start["peak_rss_bytes"] > 50e6
+    assert "cold caches" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_says_why(capsys):
+    args = ["--num-iters-cold", "0", "--num-iters-warm", "1", "--disable-tqdm"]
+    assert main(["bench", "startup", "no/such/folder/here", *args]) == 1
+    assert "no/such/folder/here" in capsys.readouterr().err
+
+
+def test_sweep_and_growth_write_pictures(model, tmp_path, capsys):
+    picture, out = tmp_path / "picture.svg", tmp_path / "out.json"
+    tail = [*ENGINE, "--plot", str(picture), "--json", str(out)]
+    args = ["--concurrency", "1", "2", "--input-len", "8", "--output-len", "4", "--seconds", "0"]
+    assert main(["bench", "sweep", model, *args, *tail]) == 0
+    assert [p["num_requests"] for p in result(out)["summary"]["points"]] == [1, 2]
+    assert "Time between tokens" in picture.read_text()
+    args = ["--context-lens", "16", "32", "--batch-sizes", "--steps", "3", "--num-iters", "1"]
+    assert main(["bench", "growth", model, *args, "--bandwidth", "10", *tail]) == 0
+    summary = result(out)["summary"]
+    assert summary["bandwidth_bytes_per_s"] == 1e10
+    assert [p["context_len"] for p in summary["by_context"]] == [16, 32] and summary["by_batch"] == []
+    assert "against context" in picture.read_text()
 
 
 def test_throughput_of_a_file(model, tmp_path, capsys):
@@ -111,6 +178,19 @@ def test_serve(tmp_path, capsys):
     assert found["config"]["workload"]["seed"] == 4
 
 
+def test_serve_lets_the_server_profile(tmp_path, capsys):
+    out = tmp_path / "serve.json"
+    args = ["--num-prompts", "2", "--input-len", "5", "--vocab-size", "250", "--disable-tqdm", "--profile"]
+    with running(FakeEngine(torch_profiler_dir="traces")) as server:
+        assert main(["bench", "serve", "--base-url", server.url, *args, "--json", str(out)]) == 0
+        assert not server.engine.profiles
+    assert result(out)["summary"]["profile"]["num_steps"] == 3
+    assert "profile, on the server: t.json.gz" in capsys.readouterr().out
+    with running() as server:
+        assert main(["bench", "serve", "--base-url", server.url, *args]) == 1
+    assert "--torch-profiler-dir" in capsys.readouterr().err
+
+
 def test_serve_fails_if_every_request_does(capsys):
     with running() as server:
         args = ["--base-url", server.url, "--num-prompts", "2", "--input-len", "5", "--disable-tqdm"]
@@ -137,6 +217,15 @@ def test_serve_fails_if_every_request_does(capsys):
         (["serve", "--extra-body", "[1]"], "not a JSON object"),
         (["serve", "--header", "x"], "header='x'"),
         (["serve", "--input-len", "-1"], "input_len=-1"),
+        (["throughput", "--random-input-len-range", "9", "3"], "input_range=9 3"),
+        (["throughput", "--random-output-len-range", "1", "3", "--dataset-name=repetitive"], "output_range"),
+        (["throughput", "--num-iters", "0"], "num_iters=0"),
+        (["startup", "--num-iters-cold", "0", "--num-iters-warm", "0"], "num_iters_cold=0"),
+        (["sweep", "--concurrency", "4", "2"], "concurrency=[4, 2]"),
+        (["sweep", "--plot", "no/such/folder/x.svg"], "plot='no/such/folder/x.svg'"),
+        (["growth", "--context-lens", "0"], "context_lens=[0]"),
+        (["growth", "--bandwidth", "nan"], "bandwidth=nan"),
+        (["scheduler", "--num-seqs", "0"], "num_seqs=0"),
     ],
 )
 def test_bad_usage_is_one_line(args, told, capsys):
