@@ -175,11 +175,6 @@ class EngineConfig:
         "Compute every token so that nothing else in the batch changes a bit of it: the same answer alone, "
         "batched, in chunks, after a prefix hit. Slower; on NVIDIA GPUs.",
     )
-    batch_invariant: bool = setting(
-        False,
-        "Compute every token so that nothing else in the batch changes a bit of it: the same answer alone, "
-        "batched, in chunks, after a prefix hit. Slower; on NVIDIA GPUs.",
-    )
     attention_backend: str = setting(
         "auto", "Implementation of paged attention.", choices=("auto", "torch", "cpu", "triton")
     )
@@ -231,13 +226,6 @@ class EngineConfig:
             )
         if self.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device={self.device!r} is not known: give auto, cpu, cuda or cuda:N")
-        if self.batch_invariant and self.device == "cpu":
-            raise ConfigError("batch_invariant needs an NVIDIA GPU: leave it out, or use device='cuda'")
-        if self.batch_invariant and self.attention_backend != "auto":
-            raise ConfigError(
-                f"batch_invariant has an attention of its own, not {self.attention_backend!r}: leave "
-                "attention_backend out"
-            )
         if self.batch_invariant and self.device == "cpu":
             raise ConfigError("batch_invariant needs an NVIDIA GPU: leave it out, or use device='cuda'")
         if self.batch_invariant and self.attention_backend != "auto":
