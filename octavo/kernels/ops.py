@@ -39,6 +39,8 @@ class Kernels(NamedTuple):
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     gumbel_argmax: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    logsumexp: Callable[[torch.Tensor], torch.Tensor]
+    ranking_keys: Callable[[torch.Tensor], torch.Tensor]
 
 
 REFERENCE = Kernels(
@@ -53,6 +55,8 @@ REFERENCE = Kernels(
     reference.softcap,
     reference_sampling.argmax,
     reference_sampling.gumbel_argmax,
+    reference_sampling.logsumexp,
+    reference_sampling.ranking_keys,
 )
 
 
@@ -74,6 +78,8 @@ def _cpu(dtype: torch.dtype) -> Kernels:
         # NumPy's argmax of float32 is the fastest here: 6 against 38 µs for a row of 49152.
         reference_sampling.argmax if dtype is torch.float32 else cpu.argmax,
         cpu.gumbel_argmax,
+        reference_sampling.logsumexp,
+        reference_sampling.ranking_keys,
     )
 
 
@@ -86,6 +92,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     rotary_kv: Any = importlib.import_module("octavo.kernels.triton.rotary_kv")
     activation: Any = importlib.import_module("octavo.kernels.triton.activation")
     sampling: Any = importlib.import_module("octavo.kernels.triton.sampling")
+    logprobs: Any = importlib.import_module("octavo.kernels.triton.logprobs")
 
     def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
         rotary_kv.rotary_and_write_kv(q, k, k, cos_sin, positions)  # without a cache it only rotates
@@ -102,6 +109,8 @@ def _triton(dtype: torch.dtype) -> Kernels:
         activation.softcap,
         sampling.argmax,
         sampling.gumbel_argmax,
+        logprobs.logsumexp,
+        logprobs.ranking_keys,
     )
 
 
@@ -169,3 +178,13 @@ def gumbel_argmax(
 ) -> torch.Tensor:
     """See `reference_sampling.gumbel_argmax`."""
     return kernels_for(logits.device.type, logits.dtype).gumbel_argmax(logits, temperature, k0, k1)
+
+
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """See `reference_sampling.logsumexp`."""
+    return kernels_for(logits.device.type, logits.dtype).logsumexp(logits)
+
+
+def ranking_keys(logits: torch.Tensor) -> torch.Tensor:
+    """See `reference_sampling.ranking_keys`."""
+    return kernels_for(logits.device.type, logits.dtype).ranking_keys(logits)

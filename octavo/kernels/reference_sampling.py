@@ -87,3 +87,30 @@ def gumbel_argmax(
         noise = gumbel_noise(index, k0[part][:, None], k1[part][:, None])
         out[part] = argmax(scores.add_(noise.masked_fill_(greedy, 0.0)))
     return out
+
+
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """The logarithm of each row's sum of exponentials: what its log-probabilities are less than its logits.
+
+    Args:
+        logits: float32 `[rows, vocab]`, contiguous in the last dimension.
+
+    Returns:
+        float32 `[rows, 1]`.
+    """
+    return logits.logsumexp(-1, keepdim=True)
+
+
+def ranking_keys(logits: torch.Tensor) -> torch.Tensor:
+    """Distinct integers that order a row as its logits do, of equals the lower index first (as the larger).
+
+    Args:
+        logits: float32 `[rows, vocab]` without NaN, contiguous in the last dimension.
+
+    Returns:
+        int64 `[rows, vocab]`.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # -0 becomes 0, its equal
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    vocab = logits.shape[1]
+    return (bits.long() << 32) | torch.arange(vocab - 1, -1, -1, device=logits.device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from octavo.kernels import ops
 from octavo.messages import TokenLogprobs
 
 SLICE_ELEMENTS = 1 << 24  # float32 logits held at once (64 MiB); temporaries are a few times that
@@ -120,7 +121,7 @@ def prompt_logprobs(
 
 def _pack(logits: torch.Tensor, target: torch.Tensor, width: int) -> torch.Tensor:
     """int32 `[rows, 2 * width + 3]`: target, top tokens, values (float32 bits), rank."""
-    normaliser = logits.logsumexp(-1, keepdim=True)
+    normaliser = ops.logsumexp(logits)
     chosen = logits.gather(1, target)
     rank = 1 + (logits > chosen).sum(-1, keepdim=True)
     values, ids = _largest(logits, width)
@@ -134,5 +135,10 @@ def _largest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tens
         order = np.argsort(-logits.numpy(), axis=-1, kind="stable")[:, :width]
         ids = torch.from_numpy(np.ascontiguousarray(order))
         return logits.gather(1, ids), ids
-    values, ids = logits.topk(width, dim=-1)
-    return values, ids
+    if logits.device.type == "cpu":
+        values, ids = logits.topk(width, dim=-1)
+        return values, ids
+    # A GPU's top-k takes equals (of which logits in bfloat16 have many) as its work is cut, by the number of
+    # rows; a row's answer must not depend on the others.
+    ids = ops.ranking_keys(logits).topk(width, dim=-1).indices
+    return logits.gather(1, ids), ids

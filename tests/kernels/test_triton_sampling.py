@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import reference_sampling
-from octavo.kernels.triton import sampling
+from octavo.kernels.triton import logprobs, sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -86,4 +86,33 @@ def test_gumbel_argmax() -> None:
 
 
 def test_no_rows() -> None:
-    assert sampling.argmax(torch.empty(0, 100, device=DEVICE)).shape == (0,)
+    nothing = torch.empty(0, 100, device=DEVICE)
+    assert sampling.argmax(nothing).shape == (0,)
+    assert logprobs.logsumexp(nothing).shape == (0, 1)
+    assert logprobs.ranking_keys(nothing).shape == (0, 100)
+
+
+@pytest.mark.parametrize("vocab", [9, 4096, 9001])
+def test_logsumexp(vocab: int) -> None:
+    logits = 5 * torch.randn(6, vocab + 3, generator=torch.Generator().manual_seed(vocab)).to(DEVICE)
+    logits = logits[:, :vocab]
+    logits[1] += 200.0
+    logits[2, 1:] = float("-inf")
+    logits[3] = float("-inf")
+    logits[4, ::2] = float("-inf")
+    got = logprobs.logsumexp(logits)
+    torch.testing.assert_close(
+        got.double(), logits.double().logsumexp(-1, keepdim=True), atol=2e-6, rtol=2e-7
+    )
+    assert torch.equal(logprobs.logsumexp(logits[4:5]), got[4:5])
+
+
+def test_ranking_keys() -> None:
+    """Distinct, in the order of the logits, of equals the lower index first; the same as the twin's."""
+    x = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits = x.bfloat16().float()  # with many equals
+    logits[0, :6] = torch.tensor([0.0, -0.0, float("-inf"), float("inf"), -0.0, 0.0])
+    keys = logprobs.ranking_keys(logits)
+    assert torch.equal(keys, reference_sampling.ranking_keys(logits))
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    assert torch.equal(keys.argsort(dim=-1, descending=True), order)
