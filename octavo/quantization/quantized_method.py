@@ -93,7 +93,7 @@ class QuantizedMethod(EmbeddingMethod):
     ) -> None:
         if device.type == "meta":
             # Sizes alone are asked for: 8 bits and a scale are the most that a quantized weight takes.
-            size = out_features * in_features * (2 * BLOCK + 2) // (2 * BLOCK)
+            size = out_features * in_features * (BLOCK + 2) // BLOCK
             layer.register_buffer("packed_0", torch.empty(size, dtype=torch.uint8, device=device))
         elif device.type != "cpu":
             raise ConfigError(

@@ -63,6 +63,8 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_plain(item) for item in value])
     return dequantize(value.matrix) if isinstance(value, QuantizedTensor) else value
 
 
