@@ -45,7 +45,7 @@ MODELS = {  # how often a step multiplies with each matrix
         Shape(1024, 151936, False): 1,
     },
 }
-ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 QUICK_ROWS = (1, 32)
 ROTATION_BYTES = 256 << 20  # of different weights: several times the L2
 SHARED_BYTES = 227 << 10
@@ -139,21 +139,29 @@ def tile_rows(rows: int) -> int:
     return max(16, power_of_2(rows))
 
 
+def tiles(rows: int) -> Iterator[tuple[int, tuple[int, int, int, int, bool]]]:
+    """Rows of a tile, and its other sides: tiles of all rows, and of the 64 that Hopper multiplies at once."""
+    if tile_rows(rows) in TILES:
+        yield from ((tile_rows(rows), tile) for tile in TILES[tile_rows(rows)])
+    if rows != 64:
+        yield from ((64, tile) for tile in TILES[64] if rows > 64 or not tile[4])
+
+
 def skinny_cuts(rows: int, shape: Shape, multiprocessors: int) -> Iterator[SkinnyConfig]:
     """Tiles with as many splits as leave between half a program and four programs a multiprocessor."""
     matrices = 2 if shape.gated else 1
     columns = shape.size_out // matrices
-    for outputs, inputs, stages, warps, weights_first in TILES[tile_rows(rows)]:
+    for block_rows, (outputs, inputs, stages, warps, weights_first) in tiles(rows):
         block_out = max(16, outputs // matrices)
-        if stages * (block_out * matrices + tile_rows(rows)) * inputs * 2 > SHARED_BYTES:
+        if stages * (block_out * matrices + block_rows) * inputs * 2 > SHARED_BYTES:
             continue
         for splits in (1, 2, 4, 8):
-            programs = ceil_div(columns, block_out) * splits
+            programs = ceil_div(columns, block_out) * splits * ceil_div(rows, block_rows)
             few = 2 * programs < multiprocessors
             many = splits > 1 and programs > 4 * multiprocessors
             if few or many or shape.size_in < splits * 256:
                 continue
-            yield SkinnyConfig(block_out, inputs, stages, warps, splits, PREFETCH, weights_first)
+            yield SkinnyConfig(block_out, inputs, stages, warps, splits, PREFETCH, weights_first, block_rows)
 
 
 def few_rows_cuts(shape: Shape) -> list[tuple[int, ...]]:

@@ -29,6 +29,8 @@ CONFIGS = [
     SkinnyConfig(32, 128, 4, 4, 4, 64),
     SkinnyConfig(16, 256, 4, 4, 2, 16),
     SkinnyConfig(64, 64, 4, 8, 3, 32, False),
+    SkinnyConfig(32, 128, 4, 4, 2, 32, False, 64),
+    SkinnyConfig(64, 128, 3, 4, 2, 32, True, 64),
 ]
 
 
@@ -42,6 +44,16 @@ def test_odd_sizes(rows: int, act: str | None, config: SkinnyConfig) -> None:
         case = skinny_cases.make(rows, size_in, size_out, act, True, dtype, "cuda", pad=8)
         got = skinny_linear(case.x, case.weight, case.bias, act, config)
         assert skinny_cases.error(got, case) < TOLERANCE[dtype]
+    assert not workspace(DEVICE).counters.any()
+
+
+@pytest.mark.parametrize("config", CONFIGS[-2:])
+@pytest.mark.parametrize("rows", [129, 200, 256])
+def test_tiles_of_rows(rows: int, config: SkinnyConfig) -> None:
+    for act, size_in, size_out in [(None, 1000, 200), ("silu", 1024, 512)]:
+        case = skinny_cases.make(rows, size_in, size_out, act, True, torch.bfloat16, "cuda", pad=8)
+        got = skinny_linear(case.x, case.weight, case.bias, act, config)
+        assert skinny_cases.error(got, case) < TOLERANCE[torch.bfloat16]
     assert not workspace(DEVICE).counters.any()
 
 

@@ -100,7 +100,7 @@ def test_choose(monkeypatch: pytest.MonkeyPatch, tables: None) -> None:
         device = Device(monkeypatch, name)
         assert device.choose(1, QKV) == TABLE[QKV][1]
         assert device.choose(8, QKV) == SKINNY
-        assert device.choose(129, QKV) == device.choose(0, QKV) == Choice("cublas")
+        assert device.choose(257, QKV) == device.choose(0, QKV) == Choice("cublas")
     # Not measured: many rows, other chips. Too old: Turing.
     assert device.choose(64, QKV) == linear_choice.default_choice(64, QKV, H200)
     assert Device(monkeypatch, "NVIDIA X10").choose(8, QKV) == linear_choice.default_choice(8, QKV, H200)

@@ -1,4 +1,4 @@
-"""Triton's product of up to 128 rows against float64: odd sizes, strides, splits, poisoned memory."""
+"""Triton's product of up to 256 rows against float64: odd sizes, strides, splits, poisoned memory."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ def test_rows(rows: int, weights_first: bool) -> None:
     check(case, None, SkinnyConfig(32, 32, 2, 4, 1, 0, weights_first))
 
 
+@pytest.mark.parametrize(("rows", "tile_rows"), [(3, 64), (16, 16), (40, 16), (33, 32), (200, 64)])
+@pytest.mark.parametrize(("act", "splits", "weights_first"), [(None, 1, True), ("silu", 2, False)])
+def test_tiles_of_rows(rows: int, tile_rows: int, act: str | None, splits: int, weights_first: bool) -> None:
+    """Tiles larger than the rows, and several of them, the last partly filled."""
+    case = skinny_cases.make(rows, 72, 40, act, True, HALF, DEVICE, pad=8)
+    check(case, act, SkinnyConfig(16, 32, 2, 4, splits, 0, weights_first, tile_rows))
+
+
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 32), (64, 7), (80, 32), (77, 33), (5, 3)])
 @pytest.mark.parametrize("act", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize("splits", [1, 2])
@@ -98,8 +106,8 @@ def test_no_rows_and_refusals() -> None:
     case = skinny_cases.make(2, 32, 16, None, False, torch.float32, DEVICE)
     config = SkinnyConfig(16, 32, 2, 4)
     assert skinny.skinny_linear(case.x[:0], case.weight, None, None, config).shape == (0, 16)
-    with pytest.raises(ValueError, match="129 rows"):
-        skinny.skinny_linear(case.x[:1].expand(129, -1), case.weight, None, None, config)
+    with pytest.raises(ValueError, match="257 rows"):
+        skinny.skinny_linear(case.x[:1].expand(257, -1), case.weight, None, None, config)
     with pytest.raises(ValueError, match="'relu'"):
         skinny.skinny_linear(case.x, case.weight, None, "relu", config)
 

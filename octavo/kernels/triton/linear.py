@@ -229,7 +229,9 @@ def few_rows_config(
     """
     width = max(8, power_of_2(size_in))
     if norm and rows == 1 and width <= 4096:
-        return FewRowsConfig(8 if width <= 1024 else 4, width, max(1, min(8, width // 256)))
+        if width <= 1024:
+            return FewRowsConfig(8, width, max(1, min(2 if gated else 4, width // 256)))
+        return FewRowsConfig(4, width, min(8, width // 256))
     outputs = 4 if rows <= 2 and (norm or size_out >= 16384) else 2
     return FewRowsConfig(outputs, min(1024, width), 4)
 

@@ -119,7 +119,7 @@ def default_config(rows: int, shape: Shape, chip: Chip) -> SkinnyConfig:
     """
     matrices = 2 if shape.gated else 1
     columns = shape.size_out // matrices
-    block_rows = max(16, power_of_2(rows))
+    block_rows = min(128, max(16, power_of_2(rows)))
     least = max(16, block_rows // matrices)
     block_out = least
     while block_out < 64 and ceil_div(columns, 2 * block_out) >= chip.multiprocessors:
@@ -139,7 +139,8 @@ def default_config(rows: int, shape: Shape, chip: Chip) -> SkinnyConfig:
         for memory in (chip.shared_memory // 2 - 1024, chip.shared_memory):
             if memory >= 3 * stage:
                 warps = 8 if block_out * matrices * block_rows >= 128 * 128 else 4
-                return SkinnyConfig(block_out, block_in, min(6, memory // stage), warps, splits, 32)
+                stages = min(6, memory // stage)
+                return SkinnyConfig(block_out, block_in, stages, warps, splits, 32, tile_rows=block_rows)
         block_in //= 2
 
 

@@ -1,4 +1,4 @@
-"""Products of up to 128 rows with a weight matrix on the tensor cores, bound by reading the weights.
+"""Products of up to 256 rows with a weight matrix on the tensor cores, bound by reading the weights.
 
 A program streams BLOCK_OUT rows of the matrix through shared memory, several tiles in flight. It is
 started while the kernel before it still runs, and sends for its first weights, which no kernel writes,
@@ -18,7 +18,7 @@ from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 from octavo.kernels.triton.workspace import workspace
 
-MAX_ROWS = 128
+MAX_ROWS = 256
 _ACTS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 
@@ -33,6 +33,9 @@ class SkinnyConfig(NamedTuple):
         splits: programs that share the inputs of one tile of outputs.
         prefetch: KiB of its weights that a program sends for before it waits for the kernel ahead.
         weights_first: multiply `W x^T`, with weights in the rows of the tensor cores' tiles; else `x W^T`.
+        tile_rows: rows of a program, a power of 2; 0: all. More than there are let Hopper's instructions,
+            whose tiles have 64 rows, multiply `x W^T`; fewer leave the rest to other programs, which find the
+            weights in the L2.
     """
 
     block_out: int
@@ -42,6 +45,7 @@ class SkinnyConfig(NamedTuple):
     splits: int = 1
     prefetch: int = 0
     weights_first: bool = True
+    tile_rows: int = 0
 
 
 @triton.jit
@@ -90,15 +94,16 @@ def _skinny_linear_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, s): the p-th BLOCK_OUT outputs of all rows, over the s-th `steps` times BLOCK_IN inputs.
+    """Program (r, p, s): the p-th BLOCK_OUT outputs of the r-th BLOCK_ROWS rows, over the s-th `steps` times
+    BLOCK_IN inputs.
 
     With ACT, `size_out` is that of the result: its column i comes of the matrix's rows i and size_out + i.
     EVEN promises that no step reaches beyond `size_in`. Sums of split programs: float32
-    `[programs, SPLITS, 2 with ACT, BLOCK_OUT * BLOCK_ROWS]`. `prefetch` bytes are sent for at each of PIECES
+    `[tiles, SPLITS, 2 with ACT, BLOCK_OUT * BLOCK_ROWS]`. `prefetch` bytes are sent for at each of PIECES
     places of a matrix row, one after the other.
     """
-    tile = tl.program_id(0)
-    begin = tl.program_id(1) * steps * BLOCK_IN
+    tile = tl.program_id(1)
+    begin = tl.program_id(2) * steps * BLOCK_IN
     end = tl.minimum(begin + steps * BLOCK_IN, size_in)
     out_at = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     live = out_at < size_out
@@ -106,7 +111,7 @@ def _skinny_linear_kernel(
     weight_at = weight_ptr + tl.minimum(out_at, size_out - 1).to(tl.int64) * weight_row
     up_offset = size_out.to(tl.int64) * weight_row
     if OVERLAP:
-        if prefetch > 0:
+        if (prefetch > 0) & (tl.program_id(0) == 0):
             lane = tl.arange(0, BLOCK_OUT * PIECES)
             first = tl.minimum(tile * BLOCK_OUT + lane % BLOCK_OUT, size_out - 1).to(tl.int64) * weight_row
             at = (weight_ptr + first + begin).to(tl.int64) + lane // BLOCK_OUT * prefetch
@@ -116,7 +121,8 @@ def _skinny_linear_kernel(
     wait_for_previous(OVERLAP)
 
     lanes = tl.arange(0, BLOCK_IN)
-    row = tl.arange(0, BLOCK_ROWS)
+    row_in_tile = tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * BLOCK_ROWS + row_in_tile
     present = row < rows
     x_at = x_ptr + row[:, None] * x_row + lanes[None, :]
     weight_at = weight_at[:, None] + lanes[None, :]
@@ -146,24 +152,25 @@ def _skinny_linear_kernel(
     if SPLITS > 1:
         outputs = tl.arange(0, BLOCK_OUT)
         if WEIGHTS_FIRST:
-            at = outputs[:, None] * BLOCK_ROWS + row[None, :]
+            at = outputs[:, None] * BLOCK_ROWS + row_in_tile[None, :]
             mask = live[:, None] & present[None, :]
         else:
-            at = row[:, None] * BLOCK_OUT + outputs[None, :]
+            at = row_in_tile[:, None] * BLOCK_OUT + outputs[None, :]
             mask = present[:, None] & live[None, :]
         TILE: tl.constexpr = BLOCK_OUT * BLOCK_ROWS
         STRIDE: tl.constexpr = TILE * (2 if ACT else 1)
-        parts = part_ptr + tile.to(tl.int64) * (SPLITS * STRIDE) + at
-        mine = parts + tl.program_id(1) * STRIDE
+        place = tile * tl.num_programs(0) + tl.program_id(0)
+        parts = part_ptr + place.to(tl.int64) * (SPLITS * STRIDE) + at
+        mine = parts + tl.program_id(2) * STRIDE
         tl.store(mine, acc, mask=mask)
         if ACT:
             tl.store(mine + TILE, up, mask=mask)
         # All threads' stores come before the release by the one that counts.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        arrived = tl.atomic_add(counter_ptr + place, 1, sem="acq_rel")
         if arrived != SPLITS - 1:
             return
-        tl.store(counter_ptr + tile, 0)
+        tl.store(counter_ptr + place, 0)
         acc = _add_parts(parts, STRIDE, mask, SPLITS)
         if ACT:
             up = _add_parts(parts + TILE, STRIDE, mask, SPLITS)
@@ -224,18 +231,20 @@ def skinny_linear(
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    block_out, block_in, stages, warps, splits, kib, weights_first = config
-    block_rows = max(16, power_of_2(rows))
+    block_out, block_in, stages, warps, splits, kib, weights_first, block_rows = config
+    block_rows = block_rows or max(16, power_of_2(rows))
+    row_tiles = ceil_div(rows, block_rows)
     tiles = ceil_div(size_out, block_out)
     steps = ceil_div(ceil_div(size_in, block_in), splits)
     splits = ceil_div(size_in, steps * block_in)
     parts, counters = out, out
     if splits > 1:
-        size = tiles * splits * matrices * block_out * block_rows
-        parts, counters = workspace(x.device).reserve(size, tiles)
+        places = tiles * row_tiles
+        size = places * splits * matrices * block_out * block_rows
+        parts, counters = workspace(x.device).reserve(size, places)
     pieces = max(1, 32 * warps // block_out)
     _skinny_linear(
-        (tiles, splits, 1),
+        (row_tiles, tiles, splits),
         (x, weight, out if bias is None else bias, out, parts, counters),
         (x.stride(0), weight.stride(0), size_out, size_in, size_out),
         (rows, steps, _prefetch_size(weight, matrices * block_out, steps * block_in, kib, pieces)),
