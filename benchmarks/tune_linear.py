@@ -140,7 +140,7 @@ def tile_rows(rows: int) -> int:
 
 
 def tiles(rows: int) -> Iterator[tuple[int, tuple[int, int, int, int, bool]]]:
-    """Rows of a tile, and its other sides: tiles of all rows, and of the 64 that Hopper multiplies at once."""
+    """Rows of a tile, and its other sides: of all rows, or of the 64 that Hopper multiplies at once."""
     if tile_rows(rows) in TILES:
         yield from ((tile_rows(rows), tile) for tile in TILES[tile_rows(rows)])
     if rows != 64:
