@@ -27,8 +27,12 @@ from compile_only import compile_only
 from octavo.kernels.triton import (
     activation,
     attention,
+    cascade,
+    invariant_attention,
+    invariant_linear,
     latent,
     linear,
+    logprobs,
     norm,
     rotary_kv,
     sampling,
@@ -79,11 +83,19 @@ def _attention_case(
         table = torch.zeros(requests, 64, dtype=torch.int32)
         starts, lens = torch.zeros(requests + 1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
         out = torch.empty(q.shape, dtype=dtype)
-        if kind == "decode":
+        if kind in ("decode", "cascade"):
+            shared = None
+            if kind == "cascade":
+                smem = attention.shared_memory(q.device)
+                tile = cascade.shared_config(len(q) * heads // kv_heads, heads // kv_heads, dim, dtype, smem)
+                length = torch.zeros(1, dtype=torch.int32)
+                shared = attention.SharedPass(length, len(q), 4, torch.empty(1024), tile, cascade.MIN_CHUNK)
+                cascade.attend_shared(q, cache, starts, table, requests, shared, 0.1, softcap)
             for splits in (1, 4):
                 attention.paged_decode(
                     q, cache, out, starts, lens, table, 0, requests, rows, splits,
                     torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window, softcap,
+                    shared=shared,
                 )  # fmt: skip
         else:
             attention.paged_prefill(
@@ -118,6 +130,36 @@ def _latent_case(dtype: torch.dtype, heads: int, rank: int, rope: int, rows: int
     return call
 
 
+def _invariant_case(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    window: int | None,
+    rows: int,
+    softcap: float | None = None,
+) -> Callable[[], None]:
+    """The batch-invariant attention, with and without splits."""
+
+    def call() -> None:
+        tile = invariant_attention.tile_config(
+            dim, dtype, heads // kv_heads, invariant_attention.program_memory(torch.device("cpu"))
+        )
+        q = torch.empty(32 * rows, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, : heads * dim]
+        q = q.view(-1, heads, dim)
+        starts, lens = torch.zeros(33, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        cache, scratch = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype), torch.empty(1024)
+        for splits in (1, 4)[: 1 + tile.chunked]:
+            plan = invariant_attention.InvariantPlan(64, rows == 1, splits, 8, 32, 32 * rows)
+            invariant_attention.invariant_attention(
+                q, cache, torch.empty(q.shape, dtype=dtype), starts, lens,
+                torch.zeros(32, 64, dtype=torch.int32), plan, tile, (scratch, scratch), 0.1, window, softcap,
+            )  # fmt: skip
+
+    return call
+
+
 def cases() -> list[tuple[str, Callable[[], Any]]]:
     """Every kernel, in the shapes of the models that the project is measured with, and awkward ones."""
     found: list[tuple[str, Callable[[], Any]]] = []
@@ -133,6 +175,14 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         ("decode", bf16, 4, 1, 256, 16, 512, 1),
         ("decode", f32, 9, 3, 64, 16, None, 1),
         ("decode", f32, 4, 1, 256, 16, None, 8),
+        ("cascade", bf16, 32, 8, 128, 16, None, 1),
+        ("cascade", bf16, 32, 8, 128, 16, None, 4),
+        ("cascade", bf16, 16, 8, 128, 16, None, 1),
+        ("cascade", bf16, 9, 3, 64, 16, None, 1),
+        ("cascade", f16, 32, 32, 80, 8, None, 1),
+        ("cascade", bf16, 8, 1, 256, 16, None, 1),
+        ("cascade", f32, 9, 3, 64, 16, None, 1),
+        ("cascade", f32, 4, 1, 256, 16, None, 1),
         ("prefill", bf16, 32, 8, 128, 16, None, 64),
         ("prefill", bf16, 16, 8, 128, 16, None, 64),
         ("prefill", bf16, 9, 3, 64, 16, None, 64),
@@ -224,6 +274,20 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         )
         name = f"rms_norm_few_rows_linear {rows} x {size_in} to {size_out} {act} norm {str(norm_dtype)[6:]}"
         found.append((name, product))
+    for dtype, heads, kv_heads, dim, window, rows, softcap in [
+        (bf16, 32, 8, 128, None, 1, None),
+        (bf16, 32, 8, 128, None, 64, None),
+        (bf16, 16, 8, 128, None, 1, None),
+        (bf16, 9, 3, 64, None, 64, None),
+        (f16, 32, 32, 96, 2048, 64, None),
+        (bf16, 8, 4, 256, 4096, 64, 50.0),
+        (bf16, 8, 4, 256, None, 1, 50.0),
+        (bf16, 71, 1, 64, None, 1, None),
+        (f32, 32, 8, 128, None, 1, None),
+        (f32, 4, 1, 256, None, 64, None),
+    ]:
+        name = f"invariant_attention {str(dtype)[6:]} {heads}/{kv_heads}x{dim} window {window} rows {rows}"
+        found.append((name, _invariant_case(dtype, heads, kv_heads, dim, 16, window, rows, softcap)))
     for rows, size_in, size_out, act, cut in [
         (16, 4096, 4096, None, (16, 256, 6, 4, 1, 32)),
         (32, 4096, 6144, None, (64, 128, 4, 4, 1, 32)),
@@ -244,7 +308,15 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             skinny_linear.SkinnyConfig(*cut),
         )
         found.append((f"skinny_linear {rows} x {size_in} to {size_out} {act or ''} {cut}", product))
+    for dtype in (bf16, f32):
+        for tile in invariant_linear.all_tiles(dtype):
+            shape = (torch.empty(70, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
+            product = functools.partial(invariant_linear.invariant_linear, *shape, tile=tile)
+            found.append((f"invariant_linear {str(dtype)[6:]} {tile.block_m} x {tile.block_n}", product))
     keys, temperature = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    wide_logits = torch.empty(4, 128256)
+    found.append(("logsumexp", lambda: logprobs.logsumexp(wide_logits)))
+    found.append(("ranking_keys", lambda: logprobs.ranking_keys(wide_logits)))
     for dtype in (f32, bf16):
         logits = torch.empty(4, 128256, dtype=dtype)
         found.append((f"argmax {str(dtype)[6:]}", functools.partial(sampling.argmax, logits)))

@@ -1,4 +1,4 @@
-"""What log-probabilities need of a row of logits, by one program a row or element: the same bits in any batch.
+"""What log-probabilities need of a row of logits, the same bits whatever rows stand beside it.
 
 PyTorch's own reductions cut their work by the number of rows, and its top-k takes equals in any order.
 """
