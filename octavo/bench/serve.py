@@ -137,6 +137,10 @@ class Driver:
             self._with_usage = False
             self.notes.append("the server refuses stream_options: tokens are counted by chunks")
             answer, refusal = await self._send(probe)
+        if refusal is not None and refusal.status == 400 and self.options.path == COMPLETIONS:
+            # A server without a tokenizer takes ids alone.
+            by_ids, _ = await self._send(WorkItem(2, [1, 2, 3]))
+            answer = answer if by_ids.error is not None else by_ids
         if answer.error is not None:
             raise RequestFailed(f"the first request to {self.client.target.url}{self.options.path} failed: "
                                 f"{answer.error}")  # fmt: skip

@@ -272,6 +272,12 @@ class KVManager:
         if self.hasher is None or full <= seq.num_registered:
             return
         self.hasher.extend(seq.keys, token_ids, full, seq.extras)
+        if len(seq.tables) == 1 and full == seq.num_registered + 1:  # the common case, made short
+            block = seq.tables[0][full - 1]
+            if block != NULL and self.pool.register(0, seq.keys[full - 1], block):
+                self._recent.append((step, block))
+            seq.num_registered = full
+            return
         for group, (table, passed) in enumerate(zip(seq.tables, seq.num_passed, strict=True)):
             for i in range(max(seq.num_registered, passed), full):
                 if self.pool.register(group, seq.keys[i], table[i]):

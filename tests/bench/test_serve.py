@@ -76,6 +76,23 @@ def test_our_server_counts_itself(path):
     assert "Goodput" in shown
 
 
+def test_a_server_without_a_tokenizer_takes_ids():
+    async def handler(request, writer):
+        if request.method == "GET":
+            return answer(writer, {"data": [{"id": "m"}]})
+        if not isinstance(request.body.get("prompt"), list):
+            return answer(writer, {"error": {"message": "no tokenizer"}}, 400)
+        start_stream(writer)
+        chunk(writer, text_event("x", "length"))
+        chunk(writer, b"")
+
+    with scripted(handler) as server:
+        [record] = drive(server.url, [WorkItem(7, [1, 2, 3])]).records
+        assert record.success
+        with pytest.raises(RequestFailed, match="no tokenizer"):
+            drive(server.url, [WorkItem(7, text="x")], path=CHAT)
+
+
 def test_times_are_those_of_the_tokens():
     """First token after 100 ms, then three more, 50 ms apart, then the end."""
 

@@ -29,7 +29,8 @@ def test_latency(model, tmp_path, capsys):
     out = tmp_path / "latency.json"
     args = ["--input-len", "8", "--output-len", "6", "--batch-size", "3", "--num-iters", "4"]
     args += ["--num-iters-warmup", "1", *ENGINE, "--json", str(out)]
-    assert main(["bench", "latency", model, *args, "--profile", str(tmp_path / "traces")]) == 0
+    args += ["--hf-token", "a secret", "--profile", str(tmp_path / "traces")]
+    assert main(["bench", "latency", model, *args]) == 0
     shown = capsys.readouterr().out
     assert "3 x (8 in, 6 out)" in shown
     found = result(out)
@@ -44,6 +45,7 @@ def test_latency(model, tmp_path, capsys):
     assert summary["ms_per_token"] == pytest.approx(summary["median_latency_ms"] / 6)
     assert summary["output_throughput"] == pytest.approx(18 / summary["median_latency_ms"] * 1e3)
     assert found["config"]["batch_size"] == 3
+    assert "a secret" not in out.read_text()
     assert found["config"]["engine"]["model"] == model
     profile = summary["profile"]
     assert profile["num_steps"] == summarize_trace(read_trace(profile["trace"])).steps == 6

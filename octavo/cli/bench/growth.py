@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config
+from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config, shown
 
 if TYPE_CHECKING:
     from octavo.bench.engines import Engines
@@ -80,5 +80,5 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         write(args.plot, plot_growth(found, name), "plot")
     summary = {"model": name, **summarize_growth(found)}
     records = [*summary["by_context"], *summary["by_batch"]]
-    settings = {**asdict(options), "engine": vars(config)}
+    settings = {**asdict(options), "engine": shown(config)}
     return Report("growth", settings, summary, records, render_growth(found))

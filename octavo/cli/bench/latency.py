@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from octavo.cli.bench.options import add_engine, add_integers, add_profile, bar, engine_config
+from octavo.cli.bench.options import add_engine, add_integers, add_profile, bar, engine_config, shown
 
 if TYPE_CHECKING:
     from octavo.bench.engines import Engines
@@ -55,5 +55,5 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         }
         for each in iterations
     ]
-    settings = {**asdict(options), "engine": vars(config)}
+    settings = {**asdict(options), "engine": shown(config)}
     return Report("latency", settings, summary, records, render_latency(summary, options))

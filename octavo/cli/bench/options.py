@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if getattr(args, "profile", None):
         config = replace(config, torch_profiler_dir=args.profile)
     return config
+
+
+def shown(config: EngineConfig) -> dict[str, Any]:
+    """The settings for a file of results, without those that are secret."""
+    return {spec.name: getattr(config, spec.name) for spec in fields(config) if spec.repr}
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:

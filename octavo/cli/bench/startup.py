@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config
+from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config, shown
 
 if TYPE_CHECKING:
     from octavo.bench.engines import Engines
@@ -38,6 +38,6 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
     with bar(count, "Starts", args.disable_tqdm) as progress:
         starts = measure_startup(vars(config), options, progress.update)
     summary = summarize_startup(starts)
-    settings = {**asdict(options), "engine": vars(config)}
+    settings = {**asdict(options), "engine": shown(config)}
     records = [asdict(start) for start in starts]
     return Report("startup", settings, summary, records, render_startup(starts, summary))

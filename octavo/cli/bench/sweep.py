@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config
+from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config, shown
 from octavo.cli.bench.serve import authorization
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
                 config.max_num_seqs = max(options.concurrency)
             llm = engines.get(config)
             found, name = sweep_offline(llm, options, progress.update), Path(llm.facts.summary["model"]).name
-            settings["engine"] = vars(config)
+            settings["engine"] = shown(config)
     if args.plot:
         write(args.plot, plot_sweep(found, options, name), "plot")
     points = [asdict(point) for point in found.points]

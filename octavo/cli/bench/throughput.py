@@ -13,6 +13,7 @@ from octavo.cli.bench.options import (
     add_workload,
     bar,
     engine_config,
+    shown,
     workload,
 )
 
@@ -83,5 +84,5 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         llm.reset_prefix_cache()
         summary["profile"] = profile_run(llm, items, params)
     sampling = {"temperature": args.temperature, "ignore_eos": ignore_eos, "detokenize": detokenize}
-    settings = {**asdict(options), "workload": asdict(spec), **sampling, "engine": vars(config)}
+    settings = {**asdict(options), "workload": asdict(spec), **sampling, "engine": shown(config)}
     return Report("throughput", settings, summary, records, render_throughput(summary))
