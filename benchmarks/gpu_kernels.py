@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.triton import activation, attention, linear, norm, rotary_kv, sampling
+from octavo.kernels.triton import activation, attention, cascade, linear, norm, rotary_kv, sampling
 
 DTYPE = torch.bfloat16
 L2_BYTES = 60 << 20
@@ -107,7 +107,11 @@ class Batch:
         self.scale = dim**-0.5
 
     def decode(
-        self, splits: int, max_context: int, config: attention.TileConfig | None = None
+        self,
+        splits: int,
+        max_context: int,
+        config: attention.TileConfig | None = None,
+        shared: attention.SharedPass | None = None,
     ) -> Callable[[], None]:
         n, max_rows = len(self.rows), max(self.rows)
         splits = splits or attention.choose_splits(n * self.kv_heads, max_context, multiprocessors())
@@ -118,8 +122,31 @@ class Batch:
         counters = torch.zeros(sizes[1], dtype=torch.int32, device="cuda")
         return lambda: attention.paged_decode(
             self.q, self.cache, self.out, self.starts, self.lens, self.table, 0, n, max_rows, splits,
-            partials, counters, self.scale, config=config,
+            partials, counters, self.scale, config=config, shared=shared,
         )  # fmt: skip
+
+    def cascade(self, shared_tokens: int, max_context: int) -> Callable[[], None]:
+        """Both launches; all requests begin with the first one's blocks."""
+        n, group = len(self.rows), self.heads // self.kv_heads
+        self.table[1:, : shared_tokens // self.cache.shape[3]] = self.table[
+            0, : shared_tokens // self.cache.shape[3]
+        ]
+        tile = cascade.shared_config(
+            n * group, group, self.dim, DTYPE, attention.shared_memory(self.q.device)
+        )
+        pieces = cascade.shared_splits(
+            n, self.kv_heads, group, self.dim, max_context, multiprocessors(), tile
+        )
+        scratch = torch.empty(cascade.shared_workspace_size(n, self.heads, self.dim, pieces), device="cuda")
+        length = torch.tensor([shared_tokens], dtype=torch.int32, device="cuda")
+        shared = attention.SharedPass(length, n, pieces, scratch, tile, cascade.MIN_CHUNK)
+        own = self.decode(0, max_context, shared=shared)
+
+        def both() -> None:
+            cascade.attend_shared(self.q, self.cache, self.starts, self.table, n, shared, self.scale)
+            own()
+
+        return both
 
     def prefill(self, config: attention.TileConfig | None = None) -> Callable[[], None]:
         return lambda: attention.paged_prefill(
@@ -186,6 +213,23 @@ def bench_decode(table: Table, tune: bool) -> None:
                     print(f"    {config}: {type(error).__name__}")
         for seconds, splits, config in sorted(tried, key=lambda t: t[0])[:4]:
             print(f"    {seconds * 1e6:8.1f} us: splits {splits} (default {default}), {config}")
+
+
+def bench_cascade(table: Table) -> None:
+    """Requests that share their beginning, without and with a pass of its own; the floor reads it once."""
+    for name, shape, requests, shared, own in [
+        ("64 of 4096 shared + 72", LLAMA_8B, 64, 4096, 72),
+        ("64 of 4096 shared + 72 (16 heads)", QWEN_06B, 64, 4096, 72),
+        ("8 of 4096 shared + 72", LLAMA_8B, 8, 4096, 72),
+        ("256 of 512 shared + 500", LLAMA_8B, 256, 512, 500),
+        ("16 of 512 shared + 200", LLAMA_8B, 16, 512, 200),
+    ]:
+        per_token = 2 * shape[1] * shape[2] * 2
+        floor = (shared + requests * own) * per_token
+        batches = [Batch([1] * requests, [shared + own] * requests, *shape) for _ in range(copies(floor, 10))]
+        calls = [b.cascade(shared, 12288) for b in batches]
+        table.add("paged_decode", name, measure([b.decode(0, 12288) for b in batches]), floor)
+        table.add("attend_shared + decode", name, measure(calls), floor)
 
 
 def bench_prefill(table: Table, tune: bool) -> None:
@@ -310,7 +354,7 @@ def bench_linear(table: Table, tune: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--only", default="decode,prefill,elementwise,sampling,linear", help="comma-separated groups"
+        "--only", default="decode,cascade,prefill,elementwise,sampling,linear", help="comma-separated groups"
     )
     parser.add_argument("--tune", action="store_true", help="also try other tile shapes")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
@@ -322,6 +366,8 @@ def main() -> None:
     groups = args.only.split(",")
     if "decode" in groups:
         bench_decode(table, args.tune)
+    if "cascade" in groups:
+        bench_cascade(table)
     if "prefill" in groups:
         bench_prefill(table, args.tune)
     if "elementwise" in groups:

@@ -116,7 +116,7 @@ class TritonAttention(AttentionBackend):
         tile = cascade.shared_config(rows * self.group, self.group, dim, self.dtype, smem)
         # As for the contexts: a graph is planned for the longest.
         splits = cascade.shared_splits(
-            rows, heads, self.group, meta.max_seq_len, multiprocessors(device), tile
+            rows, heads, self.group, dim, meta.max_seq_len, multiprocessors(device), tile
         )
         # Behind what the decode kernel writes itself, which begins as this is read; aligned.
         begin = -(-max(part.floats for part in decodes) // 64) * 64

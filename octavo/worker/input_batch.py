@@ -120,7 +120,6 @@ class InputBatch:
         )
         self._shared_len = _zeros((1,), torch.int32, device)
         self._shared_tokens = 0  # what is in there
-        self.num_shared_steps = 0  # for measurements and tests
 
     def apply(self, plan: StepPlan) -> None:
         """Enter admissions and new blocks; one transfer for each kind."""
@@ -184,7 +183,6 @@ class InputBatch:
         tokens = plan.shared_blocks * self.block_size
         if not pays_to_share(len(plan.slots), tokens, fmt):
             return 0
-        self.num_shared_steps += 1
         if tokens != self._shared_tokens:
             # After the steps before in the stream; a number needs no memory that the host would have to keep.
             self._shared_len.fill_(tokens)

@@ -21,7 +21,8 @@ from octavo.kernels.triton import activation, norm, rotary_kv, sampling
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_triton import TritonAttention
-from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch
+from tests.kernels.attention_cases import CASES, Case, check_decode, check_prefill
+from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch, share_beginning
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 
@@ -34,15 +35,9 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     ("dtype", "heads", "kv_heads", "dim", "block", "window", "softcap", "drafts"),
     [
         ("bfloat16", 32, 8, 128, 16, None, None, True),
-        ("bfloat16", 9, 3, 64, 16, None, None, False),
         ("bfloat16", 14, 2, 64, 8, 100, None, False),
-        ("bfloat16", 4, 4, 80, 32, None, None, False),
-        ("float16", 5, 1, 96, 8, 40, 5.0, False),
-        ("bfloat16", 3, 1, 192, 16, None, None, False),
         ("bfloat16", 16, 1, 256, 16, 64, 50.0, True),  # with drafts: the largest tile
         ("float32", 8, 1, 256, 16, 20, 30.0, True),  # likewise
-        ("float32", 8, 2, 128, 16, None, None, False),
-        ("float32", 3, 1, 64, 8, None, None, False),
     ],
 )
 def test_attention(
@@ -55,7 +50,7 @@ def test_attention(
     softcap: float | None,
     drafts: bool,
 ) -> None:
-    """Against float64, with NaN in all blocks that no row's window reaches."""
+    """Who computes what of a mixed batch, against float64; NaN in all blocks that no row's window reaches."""
     fmt = KVFormat(dtype, block, kv_heads, dim)
     mixed = [(1, 700), (1, 1), (1, 129), (150, 150), (33, 500), (2, 260)]
     bound = TOLERANCE[dtype]
@@ -69,6 +64,19 @@ def test_attention(
             assert forget_before_window(cache, meta, window)
         got = TritonAttention(heads, fmt, dim**-0.5, window, softcap).attend(q, cache, meta)
         assert relative_error(got, want) < bound
+
+
+@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
+def test_attention_kernels(number: int, case: Case) -> None:
+    """Each kernel by itself over head sizes, groups, block sizes, windows and caps; the types take turns."""
+    dtype = ("bfloat16", "float16", "bfloat16", "float32")[number % 4]
+    check_decode(case, dtype, [(1, 1500), (0, 0), (1, 1), (1, 700)], 3, "cuda")
+    check_decode(case, dtype, [(1, 300), (1, 33)], 1, "cuda")
+    check_prefill(case, dtype, [(150, 150), (0, 12), (33, 500), (1, 129), (2, 260)], "cuda")
+    if case.window is None:
+        shapes = [(1, 1025), (1, 2600), (1, 1088), *[(1, 1030 + i) for i in range(40)]]
+        check_decode(case, dtype, shapes, 2, "cuda", 1024 // case.block)
+        check_decode(case, dtype, [(1, 300), (1, 345)], 1, "cuda", 288 // case.block)
 
 
 def test_whole_prompts_by_cudnn() -> None:
@@ -100,7 +108,32 @@ def test_splits_never_race() -> None:
     assert int(different) == 0
 
 
-def test_recorded_graph_serves_other_lengths() -> None:
+def test_what_is_shared_never_races() -> None:
+    """Each launch reads what the one before wrote, and overwrites what the one before that read."""
+    fmt = KVFormat("bfloat16", 16, 8, 128)
+    shapes = [(1, 2050), (1, 2100), (1, 5000), *[(1, 2060 + i) for i in range(13)]]
+    batches = []
+    for seed in range(3):
+        q, cache, meta = ragged_batch(shapes, 32, fmt, "cuda", seed)
+        share_beginning(cache, meta, 128)
+        backend = TritonAttention(32, fmt, 128**-0.5)
+        backend.plan(meta)
+        assert (
+            meta.plan.shared is not None and meta.plan.shared.splits > 1 and meta.plan.decodes[0].splits > 1
+        )
+        first = backend.attend(q, cache, meta)
+        assert relative_error(first, attention_float64(q, cache, meta, 128**-0.5)) < TOLERANCE["bfloat16"]
+        batches.append((backend, q, cache, meta, first))
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        found = [backend.attend(q, cache, meta) for backend, q, cache, meta, _ in batches]
+        for got, (*_, first) in zip(found, batches, strict=True):
+            different += (got != first).sum()
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_recorded_graph_serves_other_lengths(cascade: bool) -> None:
     fmt, heads, most, context = KVFormat("bfloat16", 16, 8, 128), 32, 8, 2048
     meta = AttentionMetadata(
         query_start=torch.arange(most + 1, dtype=torch.int32, device="cuda"),
@@ -111,6 +144,8 @@ def test_recorded_graph_serves_other_lengths() -> None:
         num_rows=most,
         max_query_len=1,
         max_seq_len=context,
+        shared_blocks=int(cascade),
+        shared_len=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )
     q = torch.zeros(most, heads, 128, dtype=torch.bfloat16, device="cuda")
     cache = torch.zeros(600, *fmt.layer_block_shape(), dtype=torch.bfloat16, device="cuda")
@@ -120,9 +155,15 @@ def test_recorded_graph_serves_other_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = backend.attend(q, cache, meta)
-    for seed, lengths in enumerate([[2048, 1, 700, 15, 16, 17, 1024, 3], [40, 2000], [1]]):
+    assert (meta.plan.shared is not None) == cascade
+    cases = [(0, [2048, 1, 700, 15, 16, 17, 1024, 3]), (0, [40, 2000]), (0, [1])]
+    if cascade:
+        cases += [(124, [2048, 1990, 1985]), (5, [81, 700, 90, 2000]), (1, [17, 18, 19, 20, 21, 500, 22, 23])]
+    for seed, (blocks, lengths) in enumerate(cases):
         n = len(lengths)
         small_q, small_cache, small = ragged_batch([(1, x) for x in lengths], heads, fmt, "cuda", seed)
+        share_beginning(small_cache, small, blocks)
+        meta.shared_len.copy_(small.shared_len)
         q[:n], cache[: len(small_cache)] = small_q, small_cache
         meta.query_start.fill_(n)[: n + 1] = small.query_start
         meta.seq_lens.zero_()[:n] = small.seq_lens

@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.layers import attention
+from octavo.worker.input_batch import InputBatch
 from tests import tiny
 from tests.engine.closeness import SCORED, bfloat16_errors, chosen, logprobs_of
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from octavo.kernels.triton import cascade  # noqa: E402 (defines kernels)
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 
 
@@ -60,6 +67,47 @@ def test_preemption_changes_nothing():
         outputs = llm.generate(tiny.PROMPTS[::-1], GREEDY, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy("llama", i) for i in (2, 1, 0)]
         assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2"])
+def test_reading_a_shared_prompt_once_changes_no_token(variant, eager, monkeypatch):
+    """In float32, while requests leave; and it was read once, at every length that was shared."""
+    for name, value in [("BYTES", 0), ("REQUESTS", 3), ("TOKENS", 32)]:
+        monkeypatch.setattr(attention, f"MIN_SHARED_{name}", value)
+    hints: list[tuple[int, int]] = []
+    launches: list[
+        int
+    ] = []  # of kernels by the host: in eager steps, and before and while a graph is recorded
+    layout, attend_shared = InputBatch.layout, cascade.attend_shared
+
+    def spy_layout(self, plan, *args):
+        inputs = layout(self, plan, *args)
+        hints.append((len(plan.slots), max(meta.shared_blocks for meta in inputs.meta)))
+        return inputs
+
+    def spy_attend(*args):
+        launches.append(len(args[0]))
+        attend_shared(*args)
+
+    monkeypatch.setattr(InputBatch, "layout", spy_layout)
+    monkeypatch.setattr(cascade, "attend_shared", spy_attend)
+    head = [11 * i % 300 for i in range(100)]
+    prompts = [{"prompt_token_ids": [*head[:n], i]} for i, n in enumerate((100, 100, 100, 70, 100, 100, 100))]
+    params = [GREEDY.clone(max_tokens=n) for n in (60, 55, 50, 35, 20, 45, 10)]
+    tokens, shared = {}, {}
+    for off in (False, True):
+        settings = dict(disable_cascade_attn=off, enforce_eager=eager, block_size=8)
+        with make(variant, dtype="float32", **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens[off], shared[off] = [o.outputs[0].token_ids for o in outputs], set(hints)
+        hints.clear()
+        if not off:
+            assert launches
+            launches.clear()
+    assert tokens[False] == tokens[True]
+    assert not launches and not any(blocks for _, blocks in shared[True])
+    assert {(7, 8), (3, 12), (2, 0)} <= shared[False]
 
 
 def test_memory_is_what_the_settings_say():

@@ -58,25 +58,6 @@ def test_mixed_batch(dtype: str, heads: int, kv_heads: int, dim: int, block: int
     assert relative_error(plain.attend(q, cache, meta), want) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window"),
-    [
-        (3, 1, 96, None),
-        (5, 1, 112, 20),
-        (14, 2, 64, None),
-        (16, 1, 80, 9),
-        (1, 1, 192, None),
-        (6, 2, 256, 13),
-    ],
-)
-def test_head_sizes_and_groups(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
-    """Sizes and groups that are no powers of two: padded, and the padding neither read nor written."""
-    fmt = KVFormat("float32", 8, kv_heads, dim)
-    q, cache, meta = ragged_batch([(1, 19), (9, 21)], heads, fmt, DEVICE, num_decodes=1)
-    got = TritonAttention(heads, fmt, dim**-0.5, window).attend(q, cache, meta)
-    assert relative_error(got, attention_float64(q, cache, meta, dim**-0.5, window)) < TOLERANCE["float32"]
-
-
 @pytest.mark.parametrize(("cap", "window"), [(2.0, None), (50.0, 9)])
 def test_softcap(cap: float, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores far below and far above the cap, by both kernels, split and whole."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.layers import attention
+from octavo.layers.attention import TorchAttention
 from octavo.models.interface import CausalLM
 from octavo.worker import model_runner, worker
 from octavo.worker.graphs import DecodeGraphs, graph_sizes
@@ -89,3 +91,48 @@ def test_padded_steps_change_nothing(replayed, overlap, variant, backend):
         assert scored.outputs[0].token_ids == tiny.greedy(variant, 0)
     assert set(replayed) == {1, 2, 4, 8, 16}
     assert len(replayed) == 5  # each recorded once, then replayed
+
+
+def test_steps_that_share_blocks_have_graphs_of_their_own(replayed, monkeypatch):
+    """Only where it pays, at the shared length of the step; padding and a change of requests do no harm."""
+    monkeypatch.setattr(TorchAttention, "cascades", True)  # which minds the hint by getting it right anyway
+    for name, value in [("BYTES", 0), ("REQUESTS", 3), ("TOKENS", 32)]:
+        monkeypatch.setattr(attention, f"MIN_SHARED_{name}", value)
+    steps: list[tuple[int, int, int]] = []
+    run = DecodeGraphs.run
+
+    def spy(self: DecodeGraphs, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        (meta,) = inputs.meta
+        table = meta.block_table[: inputs.num_requests, : meta.shared_blocks]
+        result = run(self, inputs)
+        assert (table == table[0]).all()
+        assert meta.shared_blocks * 8 < meta.seq_lens[: inputs.num_requests].min()
+        if meta.shared_blocks:
+            assert int(meta.shared_len) == meta.shared_blocks * 8
+        steps.append((inputs.num_requests, meta.shared_blocks, len(replayed)))
+        return result
+
+    monkeypatch.setattr(DecodeGraphs, "run", spy)
+    head = [11 * i % 300 for i in range(45)]
+    prompts = [{"prompt_token_ids": [*head[:length], i]} for i, length in enumerate((45, 45, 45, 36, 45))]
+    params = [GREEDY.clone(max_tokens=n) for n in (30, 25, 20, 15, 10)]
+    tokens = {}
+    for off in (False, True):
+        with LLM(
+            str(tiny.checkpoint("qwen3")), dtype="float32", device="cpu", num_threads=1, max_num_seqs=16,
+            max_model_len=tiny.CONTEXT, skip_tokenizer_init=True, check_invariants=True, block_size=8,
+            kv_cache_memory_bytes=8 << 20, attention_backend="torch", disable_cascade_attn=off,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens[off] = [o.outputs[0].token_ids for o in outputs]
+        pairs = [(n, shared) for n, shared, _ in steps]
+        steps.clear()
+        if off:
+            assert not any(shared for _, shared in pairs)
+        else:  # all five; without the last; without the one that shares less; two are too few
+            assert [p for i, p in enumerate(pairs) if p not in pairs[:i]] == [
+                (5, 4), (4, 4), (3, 5), (2, 0), (1, 0),
+            ]  # fmt: skip
+            # Sizes 8 and 4 where blocks are shared (twice the same graph of 4), 2 and 1 where not.
+            assert replayed == [8, 4, 2, 1]
+    assert tokens[False] == tokens[True]

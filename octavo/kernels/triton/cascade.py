@@ -80,23 +80,27 @@ def shared_config(
     lanes: int, group: int, head_dim: int, dtype: torch.dtype, shared_memory: int
 ) -> TileConfig:
     """Tile of the pass for so many lanes (rows of the step x query heads of a KV head, `group`): that of the
-    prefill kernel, whose inner loop it runs; half of it where that holds all lanes."""
+    prefill kernel, whose inner loop it runs, or half of it where that holds all lanes."""
     cfg = attention.prefill_config(head_dim, dtype, shared_memory)
     if cfg.block_m < 128:
         return TileConfig(max(cfg.block_m, power_of_2(group)), cfg.block_n, cfg.stages, cfg.warps)
-    # 64 lanes and 4 warps are the least of Hopper's matrix instructions. With 3 stages heads of 256 fit the
-    # registers, too.
-    block_m, warps = (64, 4) if lanes <= 64 else (128, cfg.warps)
-    return TileConfig(block_m, cfg.block_n, 3, warps)
+    # Without spills, as compiled for 9.0: heads above 128 in 3 stages, and those that are padded by 8 warps.
+    padded = head_dim < power_of_2(head_dim)
+    if padded and head_dim > 128:
+        return TileConfig(64, cfg.block_n, 3, 8)
+    if lanes <= 64:  # 64 lanes and 4 warps are the least of Hopper's matrix instructions
+        return TileConfig(64, cfg.block_n, 3, 4)
+    return TileConfig(128, cfg.block_n, 3, 8 if padded else cfg.warps)
 
 
 def shared_splits(
-    rows: int, kv_heads: int, group: int, bound: int, multiprocessors: int, tile: TileConfig
+    rows: int, kv_heads: int, group: int, head_dim: int, bound: int, multiprocessors: int, tile: TileConfig
 ) -> int:
     """Into how many pieces a shared beginning of at most `bound` tokens is split, so that the programs fill
-    the device, one a multiprocessor."""
+    the device: two of 4 warps run on a multiprocessor, whose registers and shared memory they fill."""
     programs = kv_heads * ceil_div(rows, tile.block_m // group)
-    return attention.choose_splits(programs, bound, multiprocessors, 1, MIN_CHUNK)
+    at_once = 2 if tile.warps == 4 and head_dim <= 128 else 1
+    return attention.choose_splits(programs, bound, multiprocessors, at_once, MIN_CHUNK)
 
 
 def shared_workspace_size(rows: int, heads: int, head_dim: int, splits: int) -> int:
