@@ -96,8 +96,8 @@ def rms_norm_linear(
     if kernels is None:
         return None
     kind = kernels.choice.choose(x.shape[0], x.shape[1], weight.shape[0], fused, x.device).kind
-    # For one row even a product that is slower alone wins by the kernel that it saves. For more, programs that
-    # each read all rows, stream and norm lose more than that (measured on an H200: up to a quarter).
+    # For one row even a product that is slower alone wins by the kernel that it saves. For more, programs
+    # that each read all rows, stream and norm lose more than that (measured on an H200: up to a quarter).
     if kind == "cublas" or x.shape[0] > 1:
         return None
     name = FUSED[act] if act is not None and fused else None

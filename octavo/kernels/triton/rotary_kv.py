@@ -32,7 +32,7 @@ def _write_kv_kernel(
 
 
 @triton.jit
-def _weighted(x, scale, weight, dtype: tl.constexpr):
+def weighted(x, scale, weight, dtype: tl.constexpr):
     """The tile `x` times its heads' `scale` and the weight, rounded to `dtype` where an unfused norm rounds:
     before a weight of that dtype and after, or with a float32 weight only after."""
     x = x * scale[:, None]
@@ -66,10 +66,10 @@ def _rotate_heads(
         scale = tl.rsqrt(square / HEAD_DIM + eps)
         low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0)
         high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0)
-        low = _weighted(low, scale, low_weight, dtype)
-        high = _weighted(high, scale, high_weight, dtype)
+        low = weighted(low, scale, low_weight, dtype)
+        high = weighted(high, scale, high_weight, dtype)
         rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
-        rest = _weighted(rest, scale, rest_weight, dtype)
+        rest = weighted(rest, scale, rest_weight, dtype)
         tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
     new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
     new_high = (high * cos[None, :] + low * sin[None, :]).to(dtype)
