@@ -34,7 +34,8 @@ from octavo.kernels.triton import (
     linear,
     logprobs,
     norm,
-    rotary_decode, rotary_kv,
+    rotary_decode,
+    rotary_kv,
     sampling,
     skinny_linear,
 )
