@@ -20,9 +20,9 @@ using namespace octavo;
 
 namespace {
 
-constexpr int64_t CHUNK_ROWS = 64;     // rows of x that stay in the second-level cache
+constexpr int64_t CHUNK_ROWS = 64;     // rows of x of a piece of work
 constexpr int MOST = 4;                // rows of a tile
-constexpr int64_t ITEM_BYTES = 32768;  // weights that a thread takes at a time for few rows
+constexpr int64_t ITEM_BYTES = 32768;  // of weights, likewise
 
 // 32 columns of a row of x.
 struct alignas(64) XBlock {
@@ -147,65 +147,87 @@ inline iv weights(const uint8_t* block, iv low) {
     return nibbles;
 }
 
-// Sums of products of one group of a block, for M rows: the integers that scale times x's scale multiplies.
-template <class F, int M>
+// Sums of products of one group of a block, for P panels and M rows: the integers that scale times x's scale
+// multiplies. `block`: of the first panel, the others `size` bytes apart.
+template <class F, int M, int P>
 struct GroupSums {
-    iv sums[M];
+    iv sums[P][M];
 
     // Products of two bytes that fit 16 bits: pairs of 127 * 15 (or 31, or 63) added up so often.
     static constexpr int SAFE = F::bits == 4 ? 8 : F::bits == 5 ? 4 : F::bits == 6 ? 2 : 1;
 
     inline void start(const XBlock* const* x, int64_t b, int g, int32_t zero) {
         for (int m = 0; m < M; m++) {
-            if (F::minimum)
-                sums[m] = all(0);
-            else if (F::bits == 8)
-                sums[m] = OCTAVO_VNNI ? all(-128 * x[m][b].isums[2]) : all(0);
-            else
-                sums[m] = all(-zero * x[m][b].isums[F::groups == 1 ? 2 : g]);
+            iv first = all(0);
+            if (F::bits == 8) {
+                if (OCTAVO_VNNI) first = all(-128 * x[m][b].isums[2]);
+            } else if (!F::minimum) {
+                first = all(-zero * x[m][b].isums[F::groups == 1 ? 2 : g]);
+            }
+            for (int p = 0; p < P; p++) sums[p][m] = first;
         }
     }
 
 #if OCTAVO_VNNI
     template <int J, int END>
-    inline void quads(const uint8_t* block, const XBlock* const* x, int64_t b, iv low) {
+    inline void quads(const uint8_t* block, int64_t size, const XBlock* const* x, int64_t b, iv low) {
         if constexpr (J < END) {
-            iv w = weights<F, J>(block, low);
-            if (F::bits == 8) w = differ(w, all_bytes(-128));
-            for (int m = 0; m < M; m++) sums[m] = dot(sums[m], w, quad_of(x[m][b].q + 4 * J));
-            quads<J + 1, END>(block, x, b, low);
+            iv w[P];
+            for (int p = 0; p < P; p++) {
+                w[p] = weights<F, J>(block + p * size, low);
+                if (F::bits == 8) w[p] = differ(w[p], all_bytes(-128));
+            }
+            for (int m = 0; m < M; m++) {
+                const iv quad = quad_of(x[m][b].q + 4 * J);
+                for (int p = 0; p < P; p++) sums[p][m] = dot(sums[p][m], w[p], quad);
+            }
+            quads<J + 1, END>(block, size, x, b, low);
         }
     }
 #else
     template <int J, int END>
-    inline void quads(const uint8_t* block, const XBlock* const* x, int64_t b, iv low) {
+    inline void quads(const uint8_t* block, int64_t size, const XBlock* const* x, int64_t b, iv low) {
         if constexpr (J < END) {
             constexpr int STOP = J + SAFE < END ? J + SAFE : END;
             const iv ones = _mm256_set1_epi16(1);
             if constexpr (F::bits == 8) {
-                const iv w = weights<F, J>(block, low), size = _mm256_abs_epi8(w);
+                iv w[P], magnitude[P];
+                for (int p = 0; p < P; p++) {
+                    w[p] = weights<F, J>(block + p * size, low);
+                    magnitude[p] = _mm256_abs_epi8(w[p]);
+                }
                 for (int m = 0; m < M; m++) {
-                    const iv signed_x = _mm256_sign_epi8(quad_of(x[m][b].q + 4 * J), w);
-                    sums[m] = add(sums[m], _mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones));
+                    const iv quad = quad_of(x[m][b].q + 4 * J);
+                    for (int p = 0; p < P; p++) {
+                        const iv two = _mm256_maddubs_epi16(magnitude[p], _mm256_sign_epi8(quad, w[p]));
+                        sums[p][m] = add(sums[p][m], _mm256_madd_epi16(two, ones));
+                    }
                 }
             } else {
-                iv narrow[M];
-                pairs<J, J, STOP>(block, x, b, low, narrow);
-                for (int m = 0; m < M; m++) sums[m] = add(sums[m], _mm256_madd_epi16(narrow[m], ones));
+                iv narrow[P][M];
+                pairs<J, J, STOP>(block, size, x, b, low, narrow);
+                for (int p = 0; p < P; p++)
+                    for (int m = 0; m < M; m++)
+                        sums[p][m] = add(sums[p][m], _mm256_madd_epi16(narrow[p][m], ones));
             }
-            quads<STOP, END>(block, x, b, low);
+            quads<STOP, END>(block, size, x, b, low);
         }
     }
 
     template <int FIRST, int J, int STOP>
-    inline void pairs(const uint8_t* block, const XBlock* const* x, int64_t b, iv low, iv* narrow) {
+    inline void pairs(const uint8_t* block, int64_t size, const XBlock* const* x, int64_t b, iv low,
+                      iv (*narrow)[M]) {
         if constexpr (J < STOP) {
-            const iv w = weights<F, J>(block, low);
+            iv w[P];
+            for (int p = 0; p < P; p++) w[p] = weights<F, J>(block + p * size, low);
             for (int m = 0; m < M; m++) {
-                const iv two = _mm256_maddubs_epi16(w, quad_of(x[m][b].q + 4 * J));
-                narrow[m] = J == FIRST ? two : _mm256_add_epi16(narrow[m], two);
+                const iv quad = quad_of(x[m][b].q + 4 * J);
+                for (int p = 0; p < P; p++) {
+                    const iv two = _mm256_maddubs_epi16(w[p], quad);
+                    narrow[p][m] = J == FIRST ? two : _mm256_add_epi16(narrow[p][m], two);
+                }
             }
-            pairs<FIRST, J + 1, STOP>(block, x, b, low, narrow);
+            pairs<FIRST, J + 1, STOP>(block, size, x, b, low, narrow);
         }
     }
 #endif
@@ -222,14 +244,14 @@ inline void tile(const uint8_t* w, int64_t size, int32_t zero, const XBlock* con
     for (int64_t b = 0; b < blocks; b++, w += F::bytes) {
         auto group = [&](auto which) {
             constexpr int G = decltype(which)::value, AT = F::groups == 1 ? 2 : G;
+            GroupSums<F, M, P> s;
+            s.start(x, b, G, zero);
+            s.template quads<G * F::quads, (G + 1) * F::quads>(w, size, x, b, low);
             for (int p = 0; p < P; p++) {
                 const uint8_t* block = w + p * size;
-                GroupSums<F, M> s;
-                s.start(x, b, G, zero);
-                s.template quads<G * F::quads, (G + 1) * F::quads>(block, x, b, low);
                 const fv scale = halves(block + F::scales_at + G * 2 * LANES);
                 for (int m = 0; m < M; m++) {
-                    acc[p][m] = fma(floats(s.sums[m]), times(scale, spread(x[m][b].scale)), acc[p][m]);
+                    acc[p][m] = fma(floats(s.sums[p][m]), times(scale, spread(x[m][b].scale)), acc[p][m]);
                     if (F::minimum) {
                         const fv minimum = halves(block + F::minima_at + G * 2 * LANES);
                         acc[p][m] = fma(minimum, spread(x[m][b].sums[AT]), acc[p][m]);
@@ -306,7 +328,7 @@ inline void some_rows(const Product& p, const QuantPart& part, int64_t first, in
                 finish<T>(p, sums[i][m], row + m, part.target + at, std::min<int64_t>(LANES, part.rows - at));
             }
     };
-    constexpr int P = M == 1 ? 2 : 1;
+    constexpr int P = 2;
     int64_t panel = first;
     for (; panel + P <= last; panel += P) panels(std::integral_constant<int, P>{}, panel);
     for (; panel < last; panel++) panels(std::integral_constant<int, 1>{}, panel);
@@ -335,17 +357,14 @@ void multiply(const Product& p, int64_t rows, int64_t threads) {
             using F = decltype(f);
             const int64_t panels = panels_of(p.gate >= 0 ? part.rows / 2 : part.rows);
             const int64_t size = p.matrix->blocks * F::bytes;
-            // Few rows: weights pass once, so pieces of a size that both fits the cache and pays for a turn.
+            // A piece of the weights stays in the second-level cache while tiles of x pass it, each of which
+            // stays in the first-level cache meanwhile; and it is large enough to pay for a turn.
             const int64_t at_once = std::max<int64_t>(2, ITEM_BYTES / size / 2 * 2);
             const int64_t pieces = (panels + at_once - 1) / at_once, chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
             parallel_for(pieces * chunks, threads, [&](int64_t item) {
                 const int64_t first = item % pieces * at_once, row = item / pieces * CHUNK_ROWS;
                 const int64_t last = std::min(panels, first + at_once), end = std::min(rows, row + CHUNK_ROWS);
-                if (end - row <= MOST)
-                    rows_of_panels<F, T>(p, part, first, last, row, end);
-                else  // panel by panel, so that one stays in the nearest cache for all rows
-                    for (int64_t panel = first; panel < last; panel++)
-                        rows_of_panels<F, T>(p, part, panel, panel + 1, row, end);
+                rows_of_panels<F, T>(p, part, first, last, row, end);
             });
         });
     }
