@@ -344,6 +344,7 @@ def main() -> int:
         parser.error(f"--capability {args.capability} is not known: use one of {sorted(_SHARED_KIB)}")
     compiled = compile_only(args.capability)
     attention.shared_memory = lambda device: _SHARED_KIB[args.capability] << 10
+    invariant_attention.program_memory = lambda device: (_SHARED_KIB[args.capability] - 1) << 10
     failures = 0
     for name, call in cases():
         if args.only not in name:

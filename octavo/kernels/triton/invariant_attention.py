@@ -364,8 +364,9 @@ def tile_config(head_dim: int, dtype: torch.dtype, group: int, shared_memory: in
     block_m = max(64, lanes)
     warps = block_m // 16
     if head_dim > 128:
-        return InvariantTile(block_m, 32, 2 if shared_memory > 100 << 10 else 1, warps, False)
-    return InvariantTile(block_m, 64, 3 if shared_memory > 160 << 10 else 2, warps, True)
+        return InvariantTile(block_m, 32, 2, warps, False)
+    # Before Hopper, where results lie in registers alone, 64 positions spill in every block.
+    return InvariantTile(block_m, 64 if shared_memory > 200 << 10 else 32, 3, warps, True)
 
 
 @dataclass(frozen=True)
