@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from octavo.kernels.cpu import build, quant
+from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.reference_quant import (
     INT8,
     PlainMatrix,
@@ -166,6 +168,21 @@ def test_what_does_not_fit_is_refused() -> None:
         packed.linear(torch.randn(1, 64), torch.zeros(16, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="a part has 64 columns"):
         quant.PackedMatrix([matrix(INT8, 16, 64, random)], 96)
+
+
+def test_memory_is_shared_chunks_that_go_with_their_last_matrix() -> None:
+    arena = Arena()
+    (a, chunk), (b, same) = arena.take(100), arena.take(3000)
+    assert same is chunk and a.data_ptr() % 64 == b.data_ptr() % 64 == 0
+    assert b.data_ptr() >= a.data_ptr() + 100 and a.numel() == 100 and b.numel() == 3000
+    large, own = arena.take(20 << 20)
+    assert large is own and arena.take(chunk.numel() // 2)[1] is chunk
+    assert arena.take(chunk.numel() // 2)[1] is not chunk  # no room left
+    arena = Arena()
+    piece, chunk = arena.take(64)
+    gone = weakref.ref(chunk)
+    del piece, chunk
+    assert gone() is None and arena.take(64)[0].numel() == 64
 
 
 def test_equality_of_matrices() -> None:

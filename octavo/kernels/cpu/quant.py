@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.ops import available, differ, dtype_code, library, row_stride
 from octavo.kernels.reference_quant import BLOCK, QuantizedMatrix
 
-_ALIGNMENT = 64  # bytes: a line of the cache
 SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
 _NO_GATE = -1
+_arena = Arena()
 
 
 class _Part(ctypes.Structure):
@@ -63,12 +64,6 @@ def lanes() -> int:
     return int(library().octavo_quant_lanes()) if available() else 0
 
 
-def _aligned(nbytes: int) -> torch.Tensor:
-    raw = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -raw.data_ptr() % _ALIGNMENT
-    return raw[start : start + nbytes]
-
-
 class PackedMatrix:
     """One matrix of one or several parts, each some of its rows, in the layout of the kernels.
 
@@ -83,6 +78,7 @@ class PackedMatrix:
         self.rows = sum(part.q.shape[0] for part in parts)
         padded = -(-columns // BLOCK) * BLOCK
         self._data: list[torch.Tensor] = []
+        self._chunks: list[torch.Tensor] = []  # that the data lie in
         self._parts = (_Part * len(parts))()
         target = 0
         for part, packed in zip(parts, self._parts, strict=True):
@@ -95,7 +91,7 @@ class PackedMatrix:
             nbytes = lib.octavo_quant_bytes(ctypes.byref(packed), padded)
             if nbytes < 0:
                 raise ValueError(f"no kernel for {fmt}")
-            data = _aligned(nbytes)
+            data, chunk = _arena.take(nbytes)
             packed.data = data.data_ptr()
             q, scale = part.q.contiguous(), part.scale.contiguous()
             minimum = None if part.minimum is None else part.minimum.contiguous()
@@ -109,6 +105,7 @@ class PackedMatrix:
                 torch.get_num_threads(),
             )
             self._data.append(data)
+            self._chunks.append(chunk)
             target += rows
         self._matrix = _Matrix(ctypes.addressof(self._parts), len(parts), self.rows, columns, padded // BLOCK)
         self._address = ctypes.addressof(self._matrix)
