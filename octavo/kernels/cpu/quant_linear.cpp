@@ -287,17 +287,22 @@ inline void finish(const Product& p, const float* sums, int64_t row, int64_t col
     for (int64_t i = 0; i < lanes; i++) put(out[i], bias ? sums[i] + to_float(bias[i]) : sums[i]);
 }
 
-// out[column..] = act(gate) * up, with the bias of both and rounded as the separate operations round.
+// out[column..] = act(gate) * up of one panel, with the bias of both and rounded as the separate operations
+// round.
 template <class G, class T>
 inline void finish_gated(const Product& p, const float* gate, const float* up, int64_t row, int64_t column,
-                         int64_t half, int64_t lanes) {
+                         int64_t half) {
     T* out = (T*)p.out + row * p.out_stride + column;
-    const T* bias = (const T*)p.bias + column;
-    for (int64_t i = 0; i < lanes; i++) {
-        const float g = rounded_to<T>(p.bias ? gate[i] + to_float(bias[i]) : gate[i]);
-        const float u = rounded_to<T>(p.bias ? up[i] + to_float(bias[half + i]) : up[i]);
-        put(out[i], rounded_to<T>(gate_of<G>(g)) * u);
+    alignas(64) float g[LANES], u[LANES];
+    std::memcpy(g, gate, sizeof g);
+    std::memcpy(u, up, sizeof u);
+    if (p.bias) {
+        const T* bias = (const T*)p.bias + column;
+        for (int i = 0; i < LANES; i++) g[i] += to_float(bias[i]), u[i] += to_float(bias[half + i]);
     }
+#pragma omp simd
+    for (int i = 0; i < LANES; i++)
+        put(out[i], rounded_to<T>(gate_of<G>(rounded_to<T>(g[i]))) * rounded_to<T>(u[i]));
 }
 
 // Panels first .. last of a part for M rows of x from `row` on.
@@ -314,9 +319,9 @@ inline void some_rows(const Product& p, const QuantPart& part, int64_t first, in
             for (int m = 0; m < M; m++) {
                 const int64_t column = panel * LANES;
                 if (p.gate == SILU)
-                    finish_gated<Silu, T>(p, sums[0][m], sums[1][m], row + m, column, half, LANES);
+                    finish_gated<Silu, T>(p, sums[0][m], sums[1][m], row + m, column, half);
                 else
-                    finish_gated<GeluTanh, T>(p, sums[0][m], sums[1][m], row + m, column, half, LANES);
+                    finish_gated<GeluTanh, T>(p, sums[0][m], sums[1][m], row + m, column, half);
             }
         }
         return;
