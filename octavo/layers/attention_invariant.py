@@ -9,7 +9,7 @@ import torch
 
 from octavo.kernels.triton import invariant_attention as kernels
 from octavo.kernels.triton import rotary_kv
-from octavo.kernels.workspace import workspace
+from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionBackend, AttentionMetadata
 from octavo.layers.attention_triton import multiprocessors
 

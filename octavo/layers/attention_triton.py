@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octavo.kernels.triton import attention as kernels
 from octavo.kernels.triton import cascade, rotary_decode, rotary_kv
 from octavo.kernels.triton.launch import power_of_2
-from octavo.kernels.workspace import workspace
+from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionBackend, AttentionMetadata
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from octavo.kernels.triton import latent as kernels
 from octavo.kernels.triton.attention import choose_splits, shared_memory
 from octavo.kernels.triton.launch import ceil_div, power_of_2
-from octavo.kernels.workspace import workspace
+from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_triton import multiprocessors
 from octavo.layers.latent_attention import LatentBackend

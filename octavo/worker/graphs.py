@@ -10,7 +10,6 @@ import torch
 from octavo.kernels import ops
 from octavo.messages import StepPlan
 from octavo.worker.input_batch import InputBatch, StepInputs
-from octavo.worker.lanes import MIN_ROWS, Lanes
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +43,7 @@ class DecodeGraphs:
         kv_caches: list[torch.Tensor],
         max_num_seqs: int,
         max_model_len: int,
-        lanes: Lanes | None = None,
     ):
-        """Prepare to record.
-
-        Args:
-            model, batch, kv_caches: what a step runs, reads and writes.
-            max_num_seqs: most requests of a step.
-            max_model_len: tokens of the longest context.
-            lanes: runs steps of many rows as two halves; None: they run whole.
-        """
-        self._lanes = lanes
         self._model = model
         self._batch = batch
         self._kv_caches = kv_caches
@@ -90,18 +79,11 @@ class DecodeGraphs:
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self._batch.fill(inputs)
-        if self._lanes is not None and self._in_lanes(inputs):
-            hidden = self._lanes.forward(inputs)
-        else:
-            hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta)
+        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta)
         logits = self._model.compute_logits(hidden)
         tokens = ops.argmax(logits).to(torch.int32)
         self._batch.append_all(inputs, tokens)
         return logits, tokens
-
-    def _in_lanes(self, inputs: StepInputs) -> bool:
-        """Whether a step runs in two halves: not where all requests share a beginning."""
-        return len(inputs.slots) >= MIN_ROWS and not any(meta.shared_blocks for meta in inputs.meta)
 
     def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
         self._model.prepare_capture(inputs.meta)

@@ -18,7 +18,6 @@ from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
-from octavo.worker.lanes import lanes_for
 from octavo.worker.transfer import TokenTransfer
 
 
@@ -51,8 +50,7 @@ class ModelRunner:
         self.verifier = Verifier(Sampler(self.sampling))
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
-            lanes = lanes_for(model, kv_caches, device)
-            self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len, lanes)
+            self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
         self._transfer = TokenTransfer(max_num_seqs, device)
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 from octavo.kernels.triton import activation, linear, linear_choice, norm
 from octavo.kernels.triton.linear_choice import Choice, Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
-from octavo.kernels.workspace import workspace
+from octavo.kernels.triton.workspace import workspace
 from tests.kernels import skinny_cases
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())

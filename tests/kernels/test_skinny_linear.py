@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from octavo.kernels.triton import skinny_linear as skinny
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
-from octavo.kernels.workspace import workspace
+from octavo.kernels.triton.workspace import workspace
 from tests.kernels import skinny_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

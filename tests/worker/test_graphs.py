@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,9 @@ from octavo import LLM, SamplingParams
 from octavo.layers import attention
 from octavo.layers.attention import TorchAttention
 from octavo.models.interface import CausalLM
-from octavo.worker import graphs, model_runner, worker
+from octavo.worker import model_runner, worker
 from octavo.worker.graphs import DecodeGraphs, graph_sizes
 from octavo.worker.input_batch import StepInputs
-from octavo.worker.lanes import Lanes
 from tests import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -69,27 +67,9 @@ def test_sizes_are_few_and_end_at_the_most_requests():
     assert all(b <= 2 * a or b <= 16 for a, b in zip(graph_sizes(512), graph_sizes(512)[1:], strict=False))
 
 
-class NoStream:
-    """A stream on the CPU, where everything waits for what is before it."""
-
-    def wait_stream(self, other: NoStream) -> None:
-        pass
-
-
-@pytest.fixture(params=[False, True], ids=["whole", "halves"])
-def in_halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of four requests and more run in two halves, or all run whole."""
-    if request.param:
-        monkeypatch.setattr(torch.cuda, "Stream", NoStream)
-        monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
-        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        monkeypatch.setattr(graphs, "MIN_ROWS", 4)
-        monkeypatch.setattr(model_runner, "lanes_for", lambda model, caches, device: Lanes(model, caches))
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("variant, backend", [("qwen3", "torch"), ("qwen3", "cpu"), ("qwen2-window", "cpu")])
-def test_padded_steps_change_nothing(replayed, in_halves, overlap, variant, backend):
+def test_padded_steps_change_nothing(replayed, overlap, variant, backend):
     settings = dict(
         dtype="float32", device="cpu", num_threads=1, max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
         check_invariants=True, max_num_seqs=16, kv_cache_memory_bytes=8 << 20, attention_backend=backend,

@@ -242,9 +242,6 @@ inline void tile(const uint8_t* w, int64_t size, int32_t zero, const XBlock* con
         for (int m = 0; m < M; m++) acc[p][m] = no_floats();
     const iv low = all_bytes(15);
     for (int64_t b = 0; b < blocks; b++, w += F::bytes) {
-        // Panels are a few pages long at most, too short for the hardware to guess where the next ones begin.
-        for (int p = 0; p < P; p++)
-            for (int i = 0; i < F::bytes; i += 64) __builtin_prefetch(w + (P + p) * size + i, 0, 3);
         auto group = [&](auto which) {
             constexpr int G = decltype(which)::value, AT = F::groups == 1 ? 2 : G;
             GroupSums<F, M, P> s;

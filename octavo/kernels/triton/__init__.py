@@ -5,7 +5,7 @@ which `tests/kernels` compares it in Triton's interpreter and `tests/gpu` on a d
 launch on the current stream, read nothing back from the device, and take their grids from shapes
 alone, so each of them can be recorded in a CUDA graph.
 
-Launches of one decoder layer at decode: QKV product 1, rotation, KV write (and q/k norms) and attention 1
-(the splits are combined by the last program to finish), output product 1, gate/up product with its
-activation 1, down product 1; and the norms 2, which a single row's products take in.
+Launches of one decoder layer at decode: norm 1, QKV product 1, rotary with KV write (and q/k
+norms) 1, attention 1 (the splits are combined by the last program to finish), output product 1,
+add and norm 1, gate/up product 1, SiLU 1, down product 1.
 """

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
-from octavo.kernels.workspace import workspace
+from octavo.kernels.triton.workspace import workspace
 
 MAX_ROWS = 256
 _ACTS = {None: 0, "silu": 1, "gelu_tanh": 2}

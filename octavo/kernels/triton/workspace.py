@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator
 
 import torch
 
-_lane: contextvars.ContextVar[int] = contextvars.ContextVar("lane", default=0)
-
-
-@contextlib.contextmanager
-def lane(number: int) -> Iterator[None]:
-    """Launches inside use the scratch memory of this lane: work of different lanes may run beside each
-    other, on streams of their own."""
-    token = _lane.set(number)
-    try:
-        yield
-    finally:
-        _lane.reset(token)
-
 
 class Workspace:
-    """Scratch memory of a device and lane, shared by all layers: launches of one stream follow each other.
+    """Scratch memory of a device, shared by all layers: launches of one stream follow each other.
 
     A kernel that is started before the one ahead of it ends (`octavo.kernels.triton.launch`) touches it
     only after `wait_for_previous`. It grows and never lets go of what it once handed out, since a recorded
@@ -50,10 +34,6 @@ class Workspace:
 
 
 @functools.cache
-def _workspace(device: torch.device, lane: int) -> Workspace:
-    return Workspace(device)
-
-
 def workspace(device: torch.device) -> Workspace:
-    """The scratch memory of a device, for the current lane."""
-    return _workspace(device, _lane.get())
+    """The scratch memory of a device."""
+    return Workspace(device)
