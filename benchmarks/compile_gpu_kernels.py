@@ -34,7 +34,6 @@ from octavo.kernels.triton import (
     linear,
     logprobs,
     norm,
-    rotary_decode,
     rotary_kv,
     sampling,
     skinny_linear,
@@ -246,14 +245,6 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             rotary_kv.rotary_and_write_kv, q, k, v, torch.empty(64, rot), positions, cache, slots, w, w
         )
         found.append((f"rotary_and_write_kv {heads}/{kv_heads}x{dim} rot {rot} norm {norm_dtype}", rotate))
-        for splits in (1, 4):
-            lens, out = torch.zeros(4, dtype=torch.int32), torch.empty(4, heads, dim, dtype=bf16)
-            table = torch.zeros(4, 64, dtype=torch.int32)
-            whole = functools.partial(
-                rotary_decode.rotary_decode, q, k, v, torch.empty(64, rot), positions, slots, cache, out,
-                lens, lens, table, 4, splits, torch.empty(1024), lens, 0.1, None, None, w, w,
-            )  # fmt: skip
-            found.append((f"rotary_decode {heads}/{kv_heads}x{dim} norm {norm_dtype} splits {splits}", whole))
         write = functools.partial(rotary_kv.write_kv, k, v, cache, slots)
         found.append((f"write_kv {kv_heads}x{dim}", write))
     for rows, size_in, size_out in [(1, 4096, 6144), (1, 14336, 4096), (4, 4096, 28672), (3, 576, 1536)]:

@@ -3,44 +3,40 @@
     python benchmarks/fallback.py [--shape llama-8b|qwen3-0.6b …] [--repeats N] [--json FILE]
 
 Random weights, CUDA graphs, greedy. Prints milliseconds per step at 1 and 32 requests of either
-implementation and their ratio, and the time of loading.
+implementation, of a prefill of 2048 tokens, and their ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-import time
 from pathlib import Path
 
-from gpu import SHAPES, decode_ms, run
+from gpu import run_command
 
-from octavo import LLM
-from octavo.bench.workloads import random_requests
+from octavo.bench.engines import Engines
 
-REQUESTS = (1, 32)
+SHAPES = Path(__file__).parent / "shapes"
+ROWS = {
+    "decode, 1 request, ms": ("median_decode_step_ms", "--input-len 128 --output-len 256 --batch-size 1"),
+    "decode, 32 requests, ms": ("median_decode_step_ms", "--input-len 128 --output-len 256 --batch-size 32"),
+    "prefill of 2048, ms": ("median_latency_ms", "--input-len 2048 --output-len 1 --batch-size 1"),
+}
 
 
 def measure(shape: str, implementation: str, repeats: int) -> dict[str, float]:
-    """Seconds of loading, and milliseconds per decode step by number of requests."""
-    figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        begin = time.perf_counter()
-        llm = LLM(
-            folder, model_impl=implementation, load_format="dummy", skip_tokenizer_init=True,
-            max_model_len=4096, max_num_seqs=64, enable_prefix_caching=False,
-        )  # fmt: skip
-        figures["loading, s"] = time.perf_counter() - begin
-        print(implementation, json.dumps(llm.facts.summary))
-        for count in REQUESTS:
-            run(llm, random_requests(count, (100, 300), (20, 40), seed=9))  # records the graphs
-            figures[f"decode, {count} requests, ms"] = decode_ms(llm, count, repeats)
-        figures["prefill of 2048, ms"] = 1e3 * min(
-            run(llm, random_requests(1, (2048, 2048), (1, 1), seed=seed))[0] for seed in range(repeats)
+    """Milliseconds of each row."""
+    figures = {}
+    engines = Engines()
+    for name, (value, work) in ROWS.items():
+        report = run_command(
+            f"octavo bench latency {SHAPES / shape} --model-impl {implementation} --load-format dummy "
+            "--skip-tokenizer-init --max-model-len 4096 --max-num-seqs 64 --no-enable-prefix-caching "
+            f"--num-iters {repeats} --num-iters-warmup 1 {work}",
+            engines,
         )
-        llm.close()
+        figures[name] = float(report.summary[value])
+    engines.close()
     return figures
 
 
@@ -48,7 +44,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
+    shapes = sorted(path.name for path in SHAPES.iterdir())
+    parser.add_argument("--shape", nargs="+", choices=shapes, default=shapes)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()

@@ -98,7 +98,10 @@ class Attention(CachedLayer):
         """
         rotary, q_norm, k_norm = self._uses
         batch = meta[self.kv_group]
-        inputs = (q, k, v, rotary.cos_sin, positions, cache, batch)
         if q_norm is None or k_norm is None:
-            return self.backend.rotate_and_attend(*inputs).flatten(1)
-        return self.backend.rotate_and_attend(*inputs, q_norm.weight, k_norm.weight, q_norm.eps).flatten(1)
+            q = self.backend.rotary_and_write_kv(q, k, v, rotary.cos_sin, positions, cache, batch)
+        else:
+            q = self.backend.rotary_and_write_kv(
+                q, k, v, rotary.cos_sin, positions, cache, batch, q_norm.weight, k_norm.weight, q_norm.eps
+            )
+        return self.backend.attend(q, cache, batch).flatten(1)

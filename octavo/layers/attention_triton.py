@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.kernels.triton import attention as kernels
-from octavo.kernels.triton import cascade, rotary_decode, rotary_kv
+from octavo.kernels.triton import cascade, rotary_kv
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionBackend, AttentionMetadata
@@ -51,14 +51,15 @@ class _Plan:
     prefill_rows: int
     prompts: tuple[tuple[int, int, int], ...] = ()
     shared: kernels.SharedPass | None = None
+    angles: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def single_rows(self, num_requests: int) -> _Decode | None:
-        """The only launch of a step in which every request has one row; None: it is another step, or more
-        launches than one want the rotated queries."""
-        if len(self.decodes) != 1 or self.shared is not None:
-            return None
-        (part,) = self.decodes
-        return part if part.max_rows == 1 and part.first == 0 and part.last == num_requests else None
+    def angles_of(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The rows' own rows of a rotary table, gathered once a step: in every layer that is one access to
+        memory fewer of those that wait for each other."""
+        key = cos_sin.data_ptr()
+        if key not in self.angles:
+            self.angles[key] = cos_sin.index_select(0, positions)
+        return self.angles[key]
 
 
 class TritonAttention(AttentionBackend):
@@ -69,8 +70,7 @@ class TritonAttention(AttentionBackend):
     batch, two for a mixed one. Which launches, and their grids, follow from the metadata's host
     fields alone. A graph recorded on a metadata therefore serves every step that is copied into that
     metadata's tensors and stays within its bounds; requests added as padding have no rows
-    (`query_start[i] == query_start[i + 1]`), and their output rows are left unwritten. Where that kernel
-    serves a whole step of one row per request, it also rotates and stores the rows.
+    (`query_start[i] == query_start[i + 1]`), and their output rows are left unwritten.
 
     Where all requests go to the decode kernel and begin with the same blocks (`meta.shared_blocks`), one
     launch before it attends to these for all of them (cascade attention). A recorded graph has that launch
@@ -194,8 +194,8 @@ class TritonAttention(AttentionBackend):
         k_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> torch.Tensor:
-        slots = meta.slot_mapping
-        rotary_kv.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, slots, q_weight, k_weight, eps)
+        angles, slots = self._planned(meta).angles_of(cos_sin, positions), meta.slot_mapping
+        rotary_kv.rotary_and_write_kv(q, k, v, angles, None, cache, slots, q_weight, k_weight, eps)
         return q
 
     def _planned(self, meta: AttentionMetadata) -> _Plan:
@@ -204,32 +204,6 @@ class TritonAttention(AttentionBackend):
         plan = meta.plan
         assert isinstance(plan, _Plan)
         return plan
-
-    def rotate_and_attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
-        part = self._planned(meta).single_rows(meta.num_requests)
-        if part is None:
-            return super().rotate_and_attend(
-                q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
-            )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        rotary_decode.rotary_decode(
-            q, k, v, cos_sin, positions, meta.slot_mapping, cache, out, meta.query_start, meta.seq_lens,
-            meta.block_table, part.last, part.splits, part.partials, part.counters,
-            self.scale, self.sliding_window, self.softcap, q_weight, k_weight, eps,
-        )  # fmt: skip
-        return out
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         plan = self._planned(meta)

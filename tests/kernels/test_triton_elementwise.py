@@ -173,7 +173,7 @@ def test_rotary_and_write_kv(
     cache = want.clone()
     write_with_torch(k, v, want, slots)
 
-    before = qkv.clone()
+    before, qkv_before = qkv.clone(), qkv.clone()
     got_q, got_k, got_v = qkv.split([heads, kv_heads, kv_heads], 1)
     rotary_kv.rotary_and_write_kv(got_q, got_k, got_v, cos_sin, positions, cache, slots, *weights)
     torch.testing.assert_close(got_q, q, rtol=bound, atol=bound)
@@ -186,3 +186,11 @@ def test_rotary_and_write_kv(
         before[:, :heads], got_k.clone(), got_v, cos_sin, positions, None, None, *weights
     )
     torch.testing.assert_close(before[:, :heads], q, rtol=bound, atol=bound)
+
+    # The same by each row's own angles.
+    by_row = before.clone()
+    by_row[:, :heads] = qkv_before[:, :heads]
+    rotary_kv.rotary_and_write_kv(
+        by_row[:, :heads], got_k.clone(), got_v, cos_sin[positions], None, None, None, *weights
+    )
+    assert torch.equal(by_row[:, :heads], got_q)

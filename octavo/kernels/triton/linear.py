@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.activation import gated
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
 
 MAX_ROWS = 4
 _GELU = {None: None, "silu": False, "gelu_tanh": True}
@@ -94,11 +94,27 @@ def _store_results(result, bias_ptr, out_ptr, row: tl.constexpr, tile, OUT: tl.c
 
 
 @triton.jit
+def _send_ahead(
+    weight_ptr, weight_row, tile, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Sends for the matrix rows of tiles AHEAD, 2 AHEAD and 3 AHEAD places on, which follow each other."""
+    piece = BLOCK_OUT * weight_row * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8) // LANES // 16 * 16
+    lane = tl.arange(0, LANES)
+    for step in tl.static_range(1, 4):
+        first = (tile + step * AHEAD) * BLOCK_OUT
+        if (first + BLOCK_OUT <= OUT) & (piece > 0):
+            at = (weight_ptr + first.to(tl.int64) * weight_row).to(tl.int64)
+            prefetch_l2(at + lane * piece, piece)
+
+
+@triton.jit
 def _stepping_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, stream_ptr,
     x_row, residual_row, weight_row, eps,
     ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -115,6 +131,8 @@ def _stepping_kernel(
     GATED: tl.constexpr = GELU is not None
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
     w = _load_weights(weight_ptr, weight_row, tile, lanes, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
+    if AHEAD > 0 and OVERLAP:
+        _send_ahead(weight_ptr, weight_row, tile, OUT, BLOCK_OUT, AHEAD, LANES)
     if NORM:
         factor = _load_norm(norm_ptr, lanes, IN, ALL_COLS)
     sums = (tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32),) * ROWS
@@ -154,7 +172,8 @@ def _resident_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, stream_ptr,
     x_row, residual_row, weight_row, eps,
     ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +189,8 @@ def _resident_kernel(
     GATED: tl.constexpr = GELU is not None
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
     w = _load_weights(weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
+    if AHEAD > 0 and OVERLAP:
+        _send_ahead(weight_ptr, weight_row, tile, OUT, BLOCK_OUT, AHEAD, LANES)
     if NORM:
         factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
     wait_for_previous(OVERLAP)
@@ -212,12 +233,16 @@ class FewRowsConfig(NamedTuple):
             rows in registers, for all its tiles.
         warps: of a program.
         tiles: how many times `outputs` a program multiplies; above 1 only where it keeps the rows.
+        ahead: about how many programs the device holds at once: each also sends for the weights of the
+            programs that many places behind it, into the L2. For a product whose kernel ahead leaves the
+            memory idle, and so only where `tiles` is 1 and there is no activation; 0: none.
     """
 
     outputs: int
     inputs: int
     warps: int
     tiles: int = 1
+    ahead: int = 0
 
 
 def few_rows_config(
@@ -234,6 +259,12 @@ def few_rows_config(
         return FewRowsConfig(4, width, min(8, width // 256))
     outputs = 4 if rows <= 2 and (norm or size_out >= 16384) else 2
     return FewRowsConfig(outputs, min(1024, width), 4)
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    """Whether a matrix's rows follow each other, at addresses that the L2's prefetch takes."""
+    row = weight.stride(0) * weight.element_size()
+    return weight.stride(0) == weight.shape[1] and row % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 def _launch(
@@ -262,6 +293,8 @@ def _launch(
         raise ValueError(f"{cut}: several tiles need inputs >= {size_in}, to keep the rows")
     if act not in _GELU:
         raise ValueError(f"act={act!r}: one of {list(_GELU)}")
+    if cut.ahead and (cut.tiles > 1 or act is not None):
+        raise ValueError(f"{cut}: with several tiles or an activation nothing is sent for ahead")
     if act is not None and cut.outputs < 2:
         raise ValueError(f"{cut}: an activation needs 2 or more outputs, a gate and its factor")
     out_columns = size_out if act is None else size_out // 2
@@ -289,6 +322,8 @@ def _launch(
             cut.outputs,
             cut.inputs,
             cut.tiles,
+            cut.ahead if _is_packed(weight) else 0,
+            32 * cut.warps,
             bias is not None,
             _GELU[act],
             norm is not None,

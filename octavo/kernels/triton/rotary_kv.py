@@ -32,7 +32,7 @@ def _write_kv_kernel(
 
 
 @triton.jit
-def weighted(x, scale, weight, dtype: tl.constexpr):
+def _weighted(x, scale, weight, dtype: tl.constexpr):
     """The tile `x` times its heads' `scale` and the weight, rounded to `dtype` where an unfused norm rounds:
     before a weight of that dtype and after, or with a float32 weight only after."""
     x = x * scale[:, None]
@@ -66,10 +66,10 @@ def _rotate_heads(
         scale = tl.rsqrt(square / HEAD_DIM + eps)
         low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0)
         high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0)
-        low = weighted(low, scale, low_weight, dtype)
-        high = weighted(high, scale, high_weight, dtype)
+        low = _weighted(low, scale, low_weight, dtype)
+        high = _weighted(high, scale, high_weight, dtype)
         rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
-        rest = weighted(rest, scale, rest_weight, dtype)
+        rest = _weighted(rest, scale, rest_weight, dtype)
         tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
     new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
     new_high = (high * cos[None, :] + low * sin[None, :]).to(dtype)
@@ -84,7 +84,8 @@ def _rotary_write_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, cache_block, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, BY_ROW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, g): the g-th group of BLOCK_H heads; query groups come first, then KV groups."""
     HALF: tl.constexpr = ROT_DIM // 2
@@ -92,7 +93,7 @@ def _rotary_write_kernel(
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    angles = cos_sin_ptr + tl.load(position_ptr + row) * ROT_DIM
+    angles = cos_sin_ptr + (row if BY_ROW else tl.load(position_ptr + row)) * ROT_DIM
     heads = group * BLOCK_H + tl.arange(0, BLOCK_H)
     if group < Q_GROUPS:
         _rotate_heads(
@@ -161,7 +162,7 @@ def rotary_and_write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
     q_weight: torch.Tensor | None = None,
@@ -178,7 +179,7 @@ def rotary_and_write_kv(
         k, v: `[rows, kv_heads, head_dim]`, likewise.
         cos_sin: float32 `[max_position, rot_dim]`, cosines in the first half and sines in the second;
             dimensions past `rot_dim` are not rotated.
-        positions: int64 `[rows]`.
+        positions: int64 `[rows]`; None: `cos_sin` is `[rows, rot_dim]`, each row's own.
         cache, slot_mapping: as for `write_kv`.
         q_weight, k_weight: `[head_dim]` each, of `q`'s dtype or float32, or both None.
         eps: of the norms.
@@ -192,11 +193,12 @@ def rotary_and_write_kv(
     # Where there is no cache or norm, any tensor stands in for it: the kernel's constants say so.
     has_cache, has_norm = cache is not None, q_weight is not None
     into = k if cache is None else cache
-    slots = positions if slot_mapping is None else slot_mapping
+    at = cos_sin if positions is None else positions
+    slots = at if slot_mapping is None else slot_mapping
     _rotary_write(
         (rows, ceil_div(heads, block_h) + ceil_div(kv_heads, block_h), 1),
         (
-            q, k, v, cos_sin, positions, slots, into,
+            q, k, v, cos_sin, at, slots, into,
             q if q_weight is None else q_weight, k if k_weight is None else k_weight,
         ),
         (
@@ -207,6 +209,7 @@ def rotary_and_write_kv(
         (
             heads, kv_heads, head_dim, rot_dim, into.shape[3] if has_cache else 1, block_h,
             power_of_2(rot_dim // 2), power_of_2(head_dim - rot_dim), block_d, has_norm, has_cache,
+            positions is None,
         ),
         4,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.activation import gated
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
 from octavo.kernels.triton.workspace import workspace
 
 MAX_ROWS = 256
@@ -46,15 +46,6 @@ class SkinnyConfig(NamedTuple):
     prefetch: int = 0
     weights_first: bool = True
     tile_rows: int = 0
-
-
-@triton.jit
-def _prefetch(at, size):
-    """Sends for `size` bytes (a multiple of 16) at each of these addresses (likewise) into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -115,9 +106,9 @@ def _skinny_linear_kernel(
             lane = tl.arange(0, BLOCK_OUT * PIECES)
             first = tl.minimum(tile * BLOCK_OUT + lane % BLOCK_OUT, size_out - 1).to(tl.int64) * weight_row
             at = (weight_ptr + first + begin).to(tl.int64) + lane // BLOCK_OUT * prefetch
-            _prefetch(at, prefetch)
+            prefetch_l2(at, prefetch)
             if ACT:
-                _prefetch(at + up_offset * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8), prefetch)
+                prefetch_l2(at + up_offset * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8), prefetch)
     wait_for_previous(OVERLAP)
 
     lanes = tl.arange(0, BLOCK_IN)
