@@ -1,7 +1,9 @@
-"""How a decode step's time grows with context and batch, against the bytes that it must read."""
+"""How a decode step's time grows with context and batch, against the bytes that it must read and the products
+that it must compute."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -57,6 +59,19 @@ class GrowthOptions:
         return max([*self.context_lens, self.context_len if self.batch_sizes else 0]) + self.steps + 2
 
 
+@dataclass(frozen=True)
+class MachineRates:
+    """What a device can do: bytes read and matrix operations, a second."""
+
+    bandwidth: float
+    matrix_rate: float
+
+    def floor_ms(self, weight_bytes: float, operations: float, kv_bytes: float) -> float:
+        """Least time of a step: see `GrowthPoint`."""
+        weights = max(weight_bytes / self.bandwidth, operations / self.matrix_rate)
+        return (weights + kv_bytes / self.bandwidth) * 1e3
+
+
 @dataclass
 class GrowthPoint:
     """One context and batch.
@@ -66,7 +81,9 @@ class GrowthPoint:
         context: tokens in front of the token that a step computes, on average over the run.
         step_ms: median time of a decode step.
         weight_bytes, kv_bytes: what a step reads of each at most.
-        floor_ms: those bytes at the measured bandwidth.
+        operations: of its products with weights; 0 if these are stored in another form than computed with.
+        floor_ms: the weights' bytes at the measured bandwidth, or if they take longer the operations at the
+            measured rate, and the KV's bytes.
         predicted_ms: the floor, and what the sweep's first point took beyond its own.
         deviation: of the time from the prediction, as a share of it.
     """
@@ -77,13 +94,14 @@ class GrowthPoint:
     step_ms: float
     weight_bytes: int
     kv_bytes: int
+    operations: float
     floor_ms: float
     predicted_ms: float = 0.0
     deviation: float = 0.0
 
     @property
     def flagged(self) -> bool:
-        """Whether the time doesn't follow the bytes."""
+        """Whether the time doesn't follow bytes and operations."""
         return abs(self.deviation) > TOLERANCE
 
 
@@ -91,7 +109,7 @@ class GrowthPoint:
 class Growth:
     """Points by context and by batch, in rising order; `notes` tell of those that are missing."""
 
-    bandwidth: float
+    machine: MachineRates
     by_context: list[GrowthPoint] = field(default_factory=list)
     by_batch: list[GrowthPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -107,12 +125,12 @@ def kv_bytes_per_request(facts: ModelFacts, context: float) -> float:
 
 
 def measure_growth(
-    llm: LLM, options: GrowthOptions, bandwidth: float, on_point: Callable[[], None] = lambda: None
+    llm: LLM, options: GrowthOptions, machine: MachineRates, on_point: Callable[[], None] = lambda: None
 ) -> Growth:
     """All points. Prompts are computed once and found in the prefix cache by the runs that count.
 
     Args:
-        bandwidth: bytes a second that the device's memory is read at.
+        machine: what the device can do.
 
     Raises:
         ConfigError: the engine keeps no prefix cache, or a context doesn't fit it.
@@ -124,7 +142,7 @@ def measure_growth(
             f"a context of {options.longest} tokens is beyond max_model_len={llm.facts.max_model_len}: raise "
             "this, or give shorter context_lens"
         )
-    found = Growth(bandwidth)
+    found = Growth(machine)
     contexts = [(context, options.batch_size) for context in options.context_lens]
     batches = [(options.context_len, batch) for batch in options.batch_sizes]
     for points, wanted in ((found.by_context, contexts), (found.by_batch, batches)):
@@ -148,7 +166,7 @@ def measure_growth(
         ]
         for context, batch in reversed(fitting):
             points.insert(
-                0, _measure_point(llm, options, [p[: context + 1] for p in prompts[:batch]], bandwidth)
+                0, _measure_point(llm, options, [p[: context + 1] for p in prompts[:batch]], machine)
             )
             on_point()
         predict(points)
@@ -175,7 +193,7 @@ def _why_not(llm: LLM, options: GrowthOptions, context: int, batch: int) -> str 
 
 
 def _measure_point(
-    llm: LLM, options: GrowthOptions, prompts: list[list[int]], bandwidth: float
+    llm: LLM, options: GrowthOptions, prompts: list[list[int]], machine: MachineRates
 ) -> GrowthPoint:
     # The token after the context is the one row that the cache doesn't hold (of contexts of whole blocks).
     context, batch = len(prompts[0]) - 1, len(prompts)
@@ -188,9 +206,16 @@ def _measure_point(
     middle = context + 1 + options.steps / 2
     weights = llm.facts.step_weight_bytes
     kv = round(batch * kv_bytes_per_request(llm.facts, middle))
-    return GrowthPoint(
-        context, middle, batch, describe(samples)["median"], weights, kv, (weights + kv) / bandwidth * 1e3
-    )
+    operations = 2.0 * batch * weights / _weight_size(llm.facts)
+    floor = machine.floor_ms(weights, operations, kv)
+    return GrowthPoint(context, middle, batch, describe(samples)["median"], weights, kv, operations, floor)
+
+
+def _weight_size(facts: ModelFacts) -> float:
+    """Bytes of a weight; infinite where weights are quantized, whose number their bytes don't tell."""
+    if facts.summary["weights"] != "as dtype":
+        return math.inf
+    return 4.0 if facts.summary["dtype"] == "float32" else 2.0
 
 
 def _run(llm: LLM, prompts: list[list[int]], count: int) -> float:
@@ -208,7 +233,8 @@ def summarize_growth(found: Growth) -> dict[str, Any]:
 
     every = [*found.by_context, *found.by_batch]
     return {
-        "bandwidth_bytes_per_s": found.bandwidth,
+        "bandwidth_bytes_per_s": found.machine.bandwidth,
+        "matrix_operations_per_s": found.machine.matrix_rate,
         "by_context": points(found.by_context),
         "by_batch": points(found.by_batch),
         "worst_deviation": max((abs(p.deviation) for p in every), default=None),
@@ -234,7 +260,13 @@ def render_growth(found: Growth) -> str:
     text = table(
         "Growth of a decode step",
         [
-            ("", [("Memory read (GB/s)", found.bandwidth / 1e9)]),
+            (
+                "",
+                [
+                    ("Memory read (GB/s)", found.machine.bandwidth / 1e9),
+                    ("Matrix products (TFLOP/s)", found.machine.matrix_rate / 1e12),
+                ],
+            ),
             (f"by context: {head}", rows(found.by_context)),
             (f"by batch: {head}", rows(found.by_batch)),
         ],
@@ -256,8 +288,8 @@ def plot_growth(found: Growth, name: str) -> str:
         for series, values, dashed in (
             ("measured", [p.step_ms for p in points], False),
             ("predicted", [p.predicted_ms for p in points], True),
-            ("bytes alone", [p.floor_ms for p in points], True),
+            ("least", [p.floor_ms for p in points], True),
         ):
             chart.series.append(Series(series, list(zip(xs, values, strict=True)), dashed))
         charts.append(chart)
-    return draw(charts, f"{name}; predicted: bytes read at {found.bandwidth / 1e9:.0f} GB/s and a fixed cost")
+    return draw(charts, f"{name}; predicted: bytes and products at the measured rates, and a fixed cost")

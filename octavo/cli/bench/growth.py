@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.bench.engines import Engines
     from octavo.bench.report import Report
 
-SUMMARY = "time of a decode step against context and batch, and against the bytes that it reads"
+SUMMARY = "time of a decode step against context and batch, and against the bytes and products it takes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,16 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth", type=float, metavar="GB/s", help="Rate at which memory is read. Default: measured."
     )
+    parser.add_argument(
+        "--matrix-rate", type=float, metavar="TFLOP/s", help="Rate of matrix products. Default: measured."
+    )
     parser.add_argument("--plot", metavar="FILE", help="Write a picture (SVG).")
     add_engine(parser)
 
 
 def measure(args: argparse.Namespace, engines: Engines) -> Report:
-    from octavo.bench.bandwidth import read_bandwidth
+    from octavo.bench.bandwidth import matrix_rate, read_bandwidth
     from octavo.bench.growth import (
         BATCHES,
         CONTEXTS,
         GrowthOptions,
+        MachineRates,
         measure_growth,
         plot_growth,
         render_growth,
@@ -62,8 +66,10 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         args.num_iters,
         config.seed,
     )
-    if args.bandwidth is not None and not args.bandwidth > 0:
-        raise ConfigError(f"bandwidth={args.bandwidth} is not valid: give a number above 0, in GB/s")
+    for name, unit in (("bandwidth", "GB/s"), ("matrix_rate", "TFLOP/s")):
+        given = getattr(args, name)
+        if given is not None and not given > 0:
+            raise ConfigError(f"{name}={given} is not valid: give a number above 0, in {unit}")
     if "max_model_len" not in args:
         config.max_model_len = options.longest
     if "max_num_seqs" not in args:
@@ -71,10 +77,15 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         config.max_num_seqs = max([*options.batch_sizes, options.batch_size]) + 1
     llm = engines.get(config)
     device = llm.facts.summary["device"].partition(" ")[0]
-    bandwidth = args.bandwidth * 1e9 if args.bandwidth is not None else read_bandwidth(device)
+    machine = MachineRates(
+        args.bandwidth * 1e9 if args.bandwidth is not None else read_bandwidth(device),
+        args.matrix_rate * 1e12
+        if args.matrix_rate is not None
+        else matrix_rate(device, llm.facts.summary["dtype"]),
+    )
     count = len(options.context_lens) + len(options.batch_sizes)
     with bar(count, "Points", args.disable_tqdm) as progress:
-        found = measure_growth(llm, options, bandwidth, progress.update)
+        found = measure_growth(llm, options, machine, progress.update)
     name = Path(llm.facts.summary["model"]).name
     if args.plot:
         write(args.plot, plot_growth(found, name), "plot")
