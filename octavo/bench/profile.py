@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo.bench.workloads import WorkItem, rounds
+from octavo.errors import RequestError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
@@ -18,7 +19,8 @@ def profile_run(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> 
     Answers are cut where later steps could not be recorded any more.
 
     Returns:
-        Paths of the trace and of its page, and how many steps it holds.
+        Paths of the trace and of its page, and how many steps it holds; or `error`, since what was measured
+        before is worth no less without a profile.
     """
     config = llm.config
     most = config.profiler_delay_iterations + config.profiler_max_iterations
@@ -28,16 +30,19 @@ def profile_run(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> 
     for i in indices:
         messages = items[i].messages
         prompts.append(items[i].prompt if messages is None else llm.render_chat(messages))
-    llm.start_profile()
-    llm.generate(prompts, own, use_tqdm=False)
-    return msgspec.structs.asdict(llm.stop_profile())
+    try:
+        llm.start_profile()
+        llm.generate(prompts, own, use_tqdm=False)
+        return msgspec.structs.asdict(llm.stop_profile())
+    except RequestError as error:
+        return {"error": str(error)}
 
 
 def profile_lines(summary: dict[str, Any]) -> str:
     """The paths of a profile, under a table."""
     found = summary.get("profile")
-    return (
-        ""
-        if found is None
-        else f"\nprofile: {found['trace']} ({found['num_steps']} steps), {found['summary']}"
-    )
+    if found is None:
+        return ""
+    if found.get("error"):
+        return f"\nnote: no profile: {found['error']}"
+    return f"\nprofile: {found['trace']} ({found['num_steps']} steps), {found['summary']}"

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,11 +68,29 @@ def check_writable(path: str | None, name: str = "json") -> None:
     """Raises ConfigError now, and not after the measurement, if a file (option `name`) can't be written."""
     if path is None:
         return
-    folder = Path(path).resolve().parent
-    if not os.access(folder, os.W_OK) or Path(path).is_dir():
+    there = os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if not there:
+            os.unlink(path)
+    except OSError as error:
         raise ConfigError(
-            f"{name}={path!r} cannot be written: name a file in a folder that can be written to"
-        )
+            f"{name}={path!r} cannot be written ({error.strerror}): name a file in a folder that can be "
+            "written to"
+        ) from None
+
+
+def make_folder(path: str, name: str) -> None:
+    """Make a folder for results, if it is not there. Raises ConfigError: it can't be made or written to."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={path!r} cannot be written to ({error.strerror}): name a folder that can"
+        ) from None
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _BLOCK = 16
 _VOCAB = 32000
 _PROMPTS = (100, 355)  # lengths: spread over blocks, so that no step begins all of them
 _BUDGET = 8192
+_MOST_SEQS, _MOST_STEPS = 8192, 10_000  # tables of all tokens are 300 MB then
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class SchedulingOptions:
     ahead: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_seqs", "num_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not valid: give at least 1")
+        for name, most in (("num_seqs", _MOST_SEQS), ("num_steps", _MOST_STEPS)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range: give from 1 to {most}")
 
 
 def measure_scheduling(options: SchedulingOptions) -> dict[str, Any]:

@@ -175,7 +175,11 @@ class Driver:
             )
         if response.status != 200:
             raise RequestFailed(f"/{verb}_profile: HTTP {response.status}: {error_text(response.body)}")
-        return dict(msgspec.json.decode(response.body)) if response.body else {}
+        try:
+            told = msgspec.json.decode(response.body)
+        except msgspec.DecodeError:  # nothing, or words: what other servers say
+            told = None
+        return told if isinstance(told, dict) else {}
 
     async def run(self, items: Sequence[WorkItem], on_done: Callable[[RequestRecord], None]) -> ServeRun:
         """Send every request at its time; `on_done` gets each record as it is complete."""

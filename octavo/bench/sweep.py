@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -44,6 +46,8 @@ class SweepOptions:
             low = 2 if name == "output_len" else 0 if name.endswith("seconds") else 1
             if not given[name] >= low:
                 raise ConfigError(f"{name}={given[name]} is not valid: give at least {low}")
+        if math.isinf(self.seconds):
+            raise ConfigError(f"seconds={self.seconds} is not valid: a point has to end")
         levels = list(self.concurrency)
         if not levels or levels[0] < 1 or levels != sorted(set(levels)):
             raise ConfigError(f"concurrency={levels} is not valid: give rising numbers from 1 on")
@@ -96,7 +100,7 @@ def sweep_offline(llm: LLM, options: SweepOptions, on_point: OnPoint = lambda: N
         )
     found = Sweep()
     vocab = vocab_bounds(llm.facts.vocab_size)
-    seeds = iter(range(options.seed * 1_000_003, 1 << 62))
+    seeds = itertools.count(options.seed * 1_000_003)
     wave_seconds = 0.0
     for level in options.concurrency:
         if _is_over(found, options, level, wave_seconds):
@@ -112,25 +116,30 @@ def sweep_offline(llm: LLM, options: SweepOptions, on_point: OnPoint = lambda: N
     return found
 
 
-async def sweep_server(driver: Driver, options: SweepOptions, on_point: OnPoint = lambda: None) -> Sweep:
+async def sweep_server(
+    driver: Driver, options: SweepOptions, vocab: Bounds = VOCAB, on_point: OnPoint = lambda: None
+) -> Sweep:
     """Points of a server: at each, `driver` keeps as many requests under way as it says.
+
+    Args:
+        vocab: the least and largest token id of prompts.
 
     Raises:
         RequestFailed: no server, or every request of a point failed.
     """
     found = Sweep()
     await driver.prepare()
-    seeds = iter(range(options.seed * 1_000_003, 1 << 62))
+    seeds = itertools.count(options.seed * 1_000_003)
     wave_seconds = 0.0
     before = 0
     for level in options.concurrency:
         if _is_over(found, options, level, wave_seconds):
             break
-        await _serve_wave(driver, level, _items(options, level, next(seeds), VOCAB, 4))
+        await _serve_wave(driver, level, _items(options, level, next(seeds), vocab, 4))
         # As many waves as the time has room for, if one takes longer in proportion to the requests at worst.
         guess = wave_seconds * level / before if before else 0.0
         waves = max(1, int(options.seconds / guess)) if guess else 1
-        run = await _serve_wave(driver, level, _items(options, level * waves, next(seeds), VOCAB))
+        run = await _serve_wave(driver, level, _items(options, level * waves, next(seeds), vocab))
         summary = summarize_serve(run, {}, (99.0,))
         if summary["failed"]:
             raise OctavoError(

@@ -46,21 +46,23 @@ def test_offline():
         begin = time.perf_counter()
         check(sweep_offline(llm, options), options)
         assert time.perf_counter() - begin < 20
+        huge = SweepOptions((1,), input_len=6, output_len=5, seconds=0, seed=1 << 80)
+        check(sweep_offline(llm, huge), huge)
         with pytest.raises(ConfigError, match="max_num_seqs=3"):
             sweep_offline(llm, SweepOptions((4,)))
         with pytest.raises(ConfigError, match="max_model_len"):
             sweep_offline(llm, SweepOptions((1,), input_len=100_000))
 
 
-def test_of_a_server(monkeypatch):
-    monkeypatch.setattr("octavo.bench.sweep.VOCAB", (0, 255))  # the fake engine's bytes
+def test_of_a_server():
     options = SweepOptions((1, 4), input_len=6, output_len=5, seconds=2.0)
     with running(FakeEngine(text="plain text ", delay=0.03)) as server:
 
         async def main() -> Sweep:
             client = HttpClient(Target.parse(server.url))
             try:
-                return await sweep_server(Driver(client, serve_options(options, None), WordText()), options)
+                driver = Driver(client, serve_options(options, None), WordText())
+                return await sweep_server(driver, options, (0, 255))  # the fake engine's bytes
             finally:
                 client.close()
 
@@ -79,7 +81,14 @@ def test_a_sweep_ends_before_points_that_take_too_long():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"concurrency": (2, 1)}, {"concurrency": ()}, {"output_len": 1}, {"seconds": -1}]
+    "wrong",
+    [
+        {"concurrency": (2, 1)},
+        {"concurrency": ()},
+        {"output_len": 1},
+        {"seconds": -1},
+        {"seconds": float("inf")},
+    ],
 )
 def test_wrong_options_are_named(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

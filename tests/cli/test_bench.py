@@ -9,6 +9,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.engine.trace_summary import read_trace, summarize_trace
+from octavo.errors import RequestError
 from tests import tiny
 from tests.server.conftest import running
 from tests.server.fakes import FakeEngine
@@ -193,6 +194,36 @@ def test_serve_lets_the_server_profile(tmp_path, capsys):
     assert "--torch-profiler-dir" in capsys.readouterr().err
 
 
+def test_serve_tells_its_figures_without_the_profile(capsys, monkeypatch):
+    async def stop_profile(self):
+        raise RequestError("the disk is full")
+
+    monkeypatch.setattr(FakeEngine, "stop_profile", stop_profile)
+    args = ["--num-prompts", "2", "--input-len", "5", "--vocab-size", "250", "--disable-tqdm", "--profile"]
+    with running(FakeEngine(torch_profiler_dir="traces")) as server:
+        assert main(["bench", "serve", "--base-url", server.url, *args]) == 0
+    shown = capsys.readouterr().out
+    assert "P99 E2EL (ms):" in shown and "the disk is full" in shown
+
+
+def test_latency_tells_its_figures_without_the_profile(model, tmp_path, capsys):
+    args = ["--input-len", "8", "--output-len", "2", "--num-iters", "1", *ENGINE]
+    args += ["--profile", str(tmp_path), "--profiler-delay-iterations", "1000"]
+    assert main(["bench", "latency", model, *args]) == 0
+    shown = capsys.readouterr().out
+    assert "Time of a decode step (ms):" in shown
+    assert "note: no profile: the engine ran no step to record" in shown
+
+
+def test_sweep_of_a_server_with_few_tokens(tmp_path, capsys):
+    args = ["--concurrency", "1", "--input-len", "5", "--output-len", "4", "--seconds", "0", "--disable-tqdm"]
+    with running() as server:
+        args += ["--base-url", server.url]
+        assert main(["bench", "sweep", *args]) == 1  # ids beyond the fake's vocabulary
+        assert "token id" in capsys.readouterr().err
+        assert main(["bench", "sweep", *args, "--vocab-size", "250"]) == 0
+
+
 def test_serve_fails_if_every_request_does(capsys):
     with running() as server:
         args = ["--base-url", server.url, "--num-prompts", "2", "--input-len", "5", "--disable-tqdm"]
@@ -228,6 +259,11 @@ def test_serve_fails_if_every_request_does(capsys):
         (["growth", "--context-lens", "0"], "context_lens=[0]"),
         (["growth", "--bandwidth", "nan"], "bandwidth=nan"),
         (["scheduler", "--num-seqs", "0"], "num_seqs=0"),
+        (["scheduler", "--num-seqs", "100000000"], "num_seqs=100000000"),
+        (["sweep", "--seconds", "inf"], "seconds=inf"),
+        (["sweep", "--base-url", "http://127.0.0.1:1", "--vocab-size", "3"], "vocab_size=3"),
+        (["latency", "--profile", "/proc/none"], "profile='/proc/none' cannot be written to"),
+        (["throughput", "--profile", ""], "profile='' cannot be written to"),
     ],
 )
 def test_bad_usage_is_one_line(args, told, capsys):

@@ -36,11 +36,17 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's settings, with `--profile`'s folder among them."""
+    """The engine's settings, with `--profile`'s folder among them, which is made.
+
+    Raises:
+        ConfigError: wrong settings, or a folder that can't be written to.
+    """
+    from octavo.bench.report import make_folder
     from octavo.config import EngineConfig, config_from_args
 
     config: EngineConfig = config_from_args(args, EngineConfig)
-    if getattr(args, "profile", None):
+    if getattr(args, "profile", None) is not None:
+        make_folder(args.profile, "profile")
         config = replace(config, torch_profiler_dir=args.profile)
     return config
 
@@ -119,6 +125,30 @@ def workload(args: argparse.Namespace, seed: int) -> WorkloadSpec:
         path=args.dataset_path,
         seed=seed,
     )
+
+
+def add_vocab_size(parser: argparse._ActionsContainer) -> None:
+    """`--vocab-size` of a benchmark that can't ask the model."""
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="Random ids are below it. Default: ids 1000 to 30000."
+    )
+
+
+def server_vocab(args: argparse.Namespace) -> tuple[int, int]:
+    """The least and largest token id for a server's prompts.
+
+    Raises:
+        ConfigError: `--vocab-size` leaves no ids.
+    """
+    from octavo.bench.workloads import VOCAB, vocab_bounds
+    from octavo.errors import ConfigError
+
+    size: int | None = args.vocab_size
+    if size is None:
+        return VOCAB
+    if size < 8:
+        raise ConfigError(f"vocab_size={size} is not valid: give at least 8")
+    return vocab_bounds(size)
 
 
 def bar(total: int, title: str, disable: bool) -> Any:

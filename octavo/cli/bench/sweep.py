@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.bench.options import add_engine, add_integers, bar, engine_config, shown
+from octavo.cli.bench.options import (
+    add_engine,
+    add_integers,
+    add_vocab_size,
+    bar,
+    engine_config,
+    server_vocab,
+    shown,
+)
 from octavo.cli.bench.serve import authorization
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="Measure this server instead of an engine in this process."
     )
     server.add_argument("--api-key", metavar="KEY", help="Default: OPENAI_API_KEY of the environment.")
+    add_vocab_size(server)
     add_engine(parser)
 
 
@@ -60,18 +71,20 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         config.seed,
     )
     settings: dict[str, Any] = asdict(options)
-    with bar(len(options.concurrency), "Points", args.disable_tqdm) as progress:
-        if args.base_url:
-            found, name = _of_server(args, config.model, options, progress.update)
-            settings["base_url"] = args.base_url
-        else:
-            from octavo.bench.sweep import sweep_offline
+    progress = partial(bar, len(options.concurrency), "Points", args.disable_tqdm)
+    if args.base_url:
+        found, name = _of_server(args, config.model, options, progress)
+        settings["base_url"] = args.base_url
+    else:
+        from octavo.bench.sweep import sweep_offline
 
-            if "max_num_seqs" not in args:
-                config.max_num_seqs = max(options.concurrency)
-            llm = engines.get(config)
-            found, name = sweep_offline(llm, options, progress.update), Path(llm.facts.summary["model"]).name
-            settings["engine"] = shown(config)
+        if "max_num_seqs" not in args:
+            config.max_num_seqs = max(options.concurrency)
+        llm = engines.get(config)
+        with progress() as points_done:
+            found = sweep_offline(llm, options, points_done.update)
+        name = Path(llm.facts.summary["model"]).name
+        settings["engine"] = shown(config)
     if args.plot:
         write(args.plot, plot_sweep(found, options, name), "plot")
     points = [asdict(point) for point in found.points]
@@ -80,7 +93,7 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
 
 
 def _of_server(
-    args: argparse.Namespace, model: str | None, options: SweepOptions, on_point: Any
+    args: argparse.Namespace, model: str | None, options: SweepOptions, progress: Callable[[], Any]
 ) -> tuple[Sweep, str]:
     from octavo.bench.client import HttpClient, Target
     from octavo.bench.serve import Driver, run_async
@@ -89,10 +102,12 @@ def _of_server(
 
     client = HttpClient(Target.parse(args.base_url), authorization(args.api_key))
     driver = Driver(client, serve_options(options, model), WordText())
+    vocab = server_vocab(args)
 
     async def main() -> Sweep:
         try:
-            return await sweep_server(driver, options, on_point)
+            with progress() as points_done:
+                return await sweep_server(driver, options, vocab, points_done.update)
         finally:
             client.close()
 
