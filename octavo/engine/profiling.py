@@ -70,8 +70,10 @@ class Profiling:
             return ProfileStatus(error=f"torch_profiler_dir={folder!r} cannot be made: {error.strerror}")
         self._steps, self._delay = 0, self._core.config.profiler_delay_iterations
         self._profiler = self._make_profiler()
-        if not self._delay:
-            self._begin()
+        if not self._delay and not self._begin():
+            status, self._done = self._done, None
+            assert status is not None
+            return status
         return ProfileStatus()
 
     def step(self) -> list[CoreOutput]:
@@ -105,10 +107,16 @@ class Profiling:
             with contextlib.suppress(Exception):  # the device may have failed
                 profiler.stop(None)
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Start to record. If that fails there is no profile under way, and `stop` will say why."""
         assert self._profiler is not None
         profiler = self._profiler
-        profiler.start()
+        try:
+            profiler.start()
+        except Exception as error:  # of a device or a library; requests are none the worse for it
+            self._profiler = None
+            self._done = _lost("cannot be started", error)
+            return False
 
         def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def ranged(*args: Any) -> Any:
@@ -118,6 +126,7 @@ class Profiling:
             return ranged
 
         self._core.wrap_stages(wrap)
+        return True
 
     def _finish(self) -> None:
         profiler, self._profiler = self._profiler, None
@@ -126,7 +135,8 @@ class Profiling:
             self._core.wrap_stages(None)
         if not self._steps:
             if not self._delay:
-                profiler.stop(None)
+                with contextlib.suppress(Exception):  # there is nothing to lose
+                    profiler.stop(None)
             self._done = ProfileStatus(error="the engine ran no step to record: nothing was written")
             return
         begin = time.monotonic()
@@ -138,12 +148,16 @@ class Profiling:
             summary = trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
             found = summarize_trace(read_trace(trace))
             summary.write_text(render_summary(found, f"{trace.name}: view it at https://ui.perfetto.dev"))
-        except (OSError, RuntimeError) as error:
-            logger.error("the profile is lost", exc_info=error)
-            self._done = ProfileStatus(error=f"the trace cannot be written: {error}".splitlines()[0])
+        except Exception as error:  # a full disk shows as a trace that cannot be read back, for instance
+            self._done = _lost("cannot be written", error)
             return
         logger.info("profile of %d steps: %s (%.1f s to write)", self._steps, trace, time.monotonic() - begin)
         self._done = ProfileStatus(str(trace), str(summary), self._steps)
+
+
+def _lost(what: str, error: Exception) -> ProfileStatus:
+    logger.error("the profile %s", what, exc_info=error)
+    return ProfileStatus(error=f"the profile {what}: {str(error) or type(error).__name__}".splitlines()[0])
 
 
 def _free_path(folder: Path) -> Path:

@@ -22,7 +22,13 @@ class TorchProfiler:
         self._profile = profile(activities=activities)
 
     def start(self) -> None:
-        """Begin to record."""
+        """Begin to record.
+
+        Raises:
+            RuntimeError: the process is recorded already; two profiles would spoil each other.
+        """
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise RuntimeError("a profiler of PyTorch records this process already: end it first")
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # work of the steps before is none of this profile's
         self._profile.start()

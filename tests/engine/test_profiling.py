@@ -128,6 +128,58 @@ def test_a_core_is_left_as_it_was(tmp_path):
     assert log[-1] == "stop False"
 
 
+class Failing(Recorder):
+    def start(self):
+        raise RuntimeError("no driver\nand more")
+
+
+class Truncating(Recorder):
+    """A disk that fills while the trace is written, which nobody tells."""
+
+    def stop(self, path):
+        if path is not None:
+            with gzip.open(path, "wt") as file:
+                file.write('{"traceEvents": [{"ph"')
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_profile_that_cannot_start_harms_no_request(tmp_path, delay):
+    core = make_core(torch_profiler_dir=str(tmp_path), profiler_delay_iterations=delay)
+    plain = core._schedule
+    profiling = Profiling(core, lambda: Failing([]))
+    errors = [profiling.start().error]
+    core.add(request("a", [1, 2, 3], 3))
+    while core.has_work:
+        profiling.step() if profiling.running else core.step()
+    errors.append(profiling.stop().error)
+    assert errors[delay] == "the profile cannot be started: no driver"
+    assert core._schedule == plain and not profiling.running
+    assert "start one first" in profiling.stop().error
+
+
+def test_a_trace_that_cannot_be_read_back_ends_the_profile_alone(tmp_path):
+    core = make_core(torch_profiler_dir=str(tmp_path), profiler_max_iterations=1)
+    profiling = Profiling(core, lambda: Truncating([]))
+    profiling.start()
+    core.add(request("a", [1, 2, 3], 3))
+    profiling.step()  # the last one of the profile: it is written here, amid requests
+    assert not profiling.running
+    assert profiling.stop().error.startswith("the profile cannot be written: ")
+    assert run(core)["a"]
+
+
+def test_no_second_profiler_beside_the_callers_own(model, tmp_path):
+    import torch
+
+    with LLM(model, **SETTINGS, torch_profiler_dir=str(tmp_path)) as llm:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            with pytest.raises(RequestError, match="records this process already"):
+                llm.start_profile()
+        llm.start_profile()
+        assert llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert llm.stop_profile().num_steps >= 12
+
+
 def event(name, cat, ts, dur, tid=1):
     return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "tid": tid, "pid": 1}
 
