@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 WORKERS ?= auto
 PROMPT ?= Explain in two sentences what a KV cache is.
+# Arguments of the benchmark: .venv/bin/python -m benchmarks.cpu --help
+BENCH ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +25,7 @@ help:
 	@echo "make test       lint, types and tests (under 25 minutes on 2 cores)"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make lint       mend what can be mended, then lint and types"
-	@echo "make bench      throughput and latency of the default model on this machine"
+	@echo "make bench      this CPU: the default model here and in other engines (BENCH='--quick' to try it)"
 	@echo "make setup      the environment alone; make clean removes it and all caches"
 
 setup: $(STAMP)
@@ -67,8 +69,7 @@ format: setup
 
 bench: setup
 	$(BIN)/octavo pull --quiet
-	$(BIN)/octavo bench throughput
-	$(BIN)/octavo bench latency
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m benchmarks.cpu $(BENCH)
 
 constraints: setup
 	$(BIN)/python tools/write_constraints.py > constraints.txt
