@@ -111,8 +111,9 @@ class EngineConfig:
     quantization: str | None = setting(
         None,
         "How weights are stored on a CPU: as a GGUF file encodes them, and computed on in that form (gguf); "
-        "rounded to 8 bits while loading (int8); or expanded to `dtype` (none). By default a GGUF file's "
-        "encodings are kept where the CPU has kernels for them (AVX2), and nothing else is quantized.",
+        "rounded to 8 bits while loading (int8); or expanded to `dtype` (none). The experts of a mixture are "
+        "expanded in any case. By default a GGUF file's encodings are kept where the CPU has kernels for "
+        "them (AVX2), and nothing else is quantized.",
         choices=(None, "none", "gguf", "int8"),
     )
     kv_cache_dtype: str = setting("auto", "Type of the KV cache; auto is the model's.", only=("auto",))

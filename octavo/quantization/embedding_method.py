@@ -19,7 +19,7 @@ class EmbeddingMethod(LinearMethod):
 
     @abstractmethod
     def look_up(self, layer: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix in the activations' dtype: integer `[rows]` to `[rows, in]`."""
+        """Rows of the matrix in the activations' dtype: integers `[…]` to `[…, in]`."""
 
     def finish_embedding(self, layer: nn.Module) -> None:  # noqa: B027 (optional hook)
         """What `process_after_load` is to a linear layer: repack a table that will be looked up."""

@@ -154,9 +154,9 @@ class QuantizedMethod(EmbeddingMethod):
         if store.matrix is None:
             assert store.plain is not None
             return _PLAIN.look_up(store.plain, token_ids)
-        if store.dtype is torch.float16:
-            return store.matrix.look_up(token_ids, torch.float32).to(store.dtype)
-        return store.matrix.look_up(token_ids, store.dtype)
+        wide = torch.float32 if store.dtype is torch.float16 else store.dtype
+        rows = store.matrix.look_up(token_ids.reshape(-1), wide).to(store.dtype)
+        return rows.view(*token_ids.shape, -1)
 
     def share(self, layer: nn.Module, source: nn.Module) -> None:
         layer.store = source.store

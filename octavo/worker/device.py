@@ -76,8 +76,9 @@ def choose_quantization(
     if name == "none":
         return None
     if name == "gguf" and not stored:
+        reason = "random weights have none" if source.kind == "gguf" else f"{source.name} is none"
         raise ConfigError(
-            f"quantization='gguf' keeps the encodings of a GGUF file, and {source.name} is none: leave it out"
+            f"quantization='gguf' keeps the encodings of a GGUF file, and {reason}: leave it out"
         )
     return name
 

@@ -46,6 +46,11 @@ class EncoderWorker:
         settings = pooling_settings(config, source, model_config)
         assert settings is not None  # an encoder makes nothing else
         check_batch_invariant(config, self.device, model_config, pooling=True)
+        if config.quantization not in (None, "none"):
+            raise ConfigError(
+                f"quantization={config.quantization!r} does not serve encoders such as "
+                f"{model_config.architecture}, which run through transformers: leave it out"
+            )
         self.pooling_type = settings.pooling_type
         dtype = choose_dtype(config.dtype, model_config, self.device)
         length = config.max_model_len

@@ -237,6 +237,10 @@ def test_requests_that_cannot_be_served():
         with pytest.raises(RequestError, match="dimensions=33 is more than the embedding's 32"):
             llm.embed([5], pooling_params=PoolingParams(dimensions=33))
         assert len(embed(llm, [])) == 0
+    for setting in ("int8", "gguf"):
+        with pytest.raises(ConfigError, match=f"quantization='{setting}' does not serve encoders"):
+            make(folder, quantization=setting)
+    make(folder, quantization="none").close()
     with pytest.raises(ConfigError, match="has no next token"):
         make(folder, runner="generate")
     for bad in ('{"pooling_type": "MAX"}', '{"pool": 1}', "{", {"normalize": 1}):

@@ -159,6 +159,13 @@ def test_logits_and_64_greedy_tokens_equal_transformers(family: str):
     assert len(set(tokens)) >= 5  # GPT-2's tied matrix soon repeats itself
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "GPT2", "OPT"])
+def test_int8_weights(family: str):
+    ours = PagedRun(load(checkpoint(family), quantization="int8"), len(texts()), 128).prompts(texts(), 1000)
+    for a, b in zip(ours, expected(family), strict=True):
+        assert float((a - b).std() / b.std()) < 0.1
+
+
 @pytest.mark.parametrize("family", ["GPT2", "Cohere2", "Mixtral"])
 def test_engine_with_chunks_prefix_hits_and_preemption(family: str):
     with make(family, max_num_batched_tokens=16) as llm:

@@ -164,6 +164,7 @@ def test_an_embedding_and_the_head_tied_to_it(form: type, source: str, head: str
     ids = torch.tensor([0, 49, 7, 7])
     slack = 0 if source == "q8" else numbers.abs().max() / 120  # int8 of what was Q8_0 is not quite the same
     assert bool(((embedding(ids) - numbers[ids]).abs() <= slack).all())
+    assert torch.equal(embedding(ids[None]), embedding(ids)[None])  # as Transformers' code calls it
     x = torch.randn(2, 64)
     close(
         lm_head(x),
@@ -274,6 +275,8 @@ def test_what_the_setting_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_quantization("int8", folder, "auto", CPU) == "int8"
     with pytest.raises(ConfigError, match="m is none: leave it out"):
         choose_quantization("gguf", folder, "auto", CPU)
+    with pytest.raises(ConfigError, match="random weights have none: leave it out"):
+        choose_quantization("gguf", file, "dummy", CPU)
     monkeypatch.setattr("octavo.worker.device.has_kernels", lambda: False)
     assert choose_quantization(None, file, "auto", CPU) is None
     assert choose_quantization("gguf", file, "auto", CPU) == "gguf"
