@@ -18,6 +18,7 @@ from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
+from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.transfer import TokenTransfer
 
 
@@ -40,6 +41,7 @@ class ModelRunner:
         vocab_size: int,
         device: torch.device,
         use_graphs: bool = False,
+        records: bool = False,
     ):
         self.model = model
         self.device = device
@@ -51,6 +53,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
+        self.recorded = RecordedSteps(model, kv_caches) if records else None
         self._transfer = TokenTransfer(max_num_seqs, device)
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
@@ -63,6 +66,7 @@ class ModelRunner:
         graph_size = self.graphs.size_for(plan) if self.graphs is not None else None
         inputs = self.batch.layout(plan, graph_size)
         hidden: torch.Tensor | None = None
+        logits: torch.Tensor | None
         if self.graphs is not None and graph_size is not None:
             rows, greedy = self.graphs.run(inputs)
             if len(inputs.sample_requests) == inputs.num_requests and self.verifier.sampler.is_greedy(
@@ -70,18 +74,14 @@ class ModelRunner:
             ):
                 chosen = VerifyOutput(greedy[: inputs.num_requests], None, None, None)
                 return LaunchedStep(plan, inputs.sample_requests, chosen, None, self._transfer)
-            logits: torch.Tensor | None = self._sampled_rows(rows, inputs)
+            logits = self._sampled_rows(rows, inputs)
         else:
             self.batch.fill(inputs)
             begin = time.perf_counter()
-            self.model.plan_attention(inputs.meta)
-            narrow = self.model.narrows and plan.prompt_logprobs is None
-            inputs.meta[0].wanted_rows = inputs.wanted_rows if narrow else None
-            hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
-            logits = None
-            if len(inputs.sample_requests):
-                wanted = inputs.meta[0].wanted_rows is not None
-                logits = self.model.compute_logits(hidden if wanted else self._sampled_rows(hidden, inputs))
+            if self.recorded is not None and self.recorded.takes(plan, inputs):
+                logits = self.recorded.run(inputs)
+            else:
+                hidden, logits = self._forward(plan, inputs)
             self.forward_seconds += time.perf_counter() - begin
         sampled = None
         if logits is not None and len(inputs.sample_requests):
@@ -91,6 +91,17 @@ class ModelRunner:
             assert hidden is not None  # such steps are never replayed
             packed = self._prompt_logprobs(plan, inputs, hidden)
         return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of any step, and the logits of the rows that yield a token, if any do."""
+        self.model.plan_attention(inputs.meta)
+        narrow = self.model.narrows and plan.prompt_logprobs is None
+        inputs.meta[0].wanted_rows = inputs.wanted_rows if narrow else None
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
+        if not len(inputs.sample_requests):
+            return hidden, None
+        wanted = inputs.meta[0].wanted_rows is not None
+        return hidden, self.model.compute_logits(hidden if wanted else self._sampled_rows(hidden, inputs))
 
     def _sampled_rows(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """Of `[rows, …]`, those that yield a token."""

@@ -22,6 +22,7 @@ class PoolingRunner:
     """
 
     graphs = None
+    recorded = None
 
     def __init__(
         self,

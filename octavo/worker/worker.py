@@ -15,6 +15,7 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.kernels.cpu import ops as cpu_kernels
 from octavo.kv.capacity import blocks_of, token_capacity
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import describe_pool, page_bytes
@@ -120,11 +121,16 @@ class Worker:
                 "weights": self._describe_weights(),
                 "attention": self.model.attention_layers()[0].backend.name,
                 "kv cache": describe_pool(self.groups, self.facts.num_blocks),
-                "decode steps": "CUDA graphs, recorded at first use" if self.runner.graphs else "eager",
+                "decode steps": self._describe_decoding(),
                 "loading": f"{loaded - begin:.2f} s",
                 "profile and cache": f"{ready - loaded:.2f} s",
             },
         )
+
+    def _describe_decoding(self) -> str:
+        if self.runner.recorded is not None:
+            return "recorded at first use"
+        return "CUDA graphs, recorded at first use" if self.runner.graphs else "eager"
 
     def _arithmetic(self) -> str:
         """What decides how KV values are rounded: for the root of their keys."""
@@ -230,7 +236,11 @@ class Worker:
             **sizes,
             vocab_size=self.model_config.vocab_size,
             use_graphs=self._uses_graphs(),
+            records=self._records_steps(),
         )
+
+    def _records_steps(self) -> bool:
+        return self.device.type == "cpu" and not self.config.enforce_eager and cpu_kernels.available()
 
     def _uses_graphs(self) -> bool:
         if self.device.type != "cuda" or self.config.enforce_eager:

@@ -202,7 +202,9 @@ def test_the_form_for_vnni_imitated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if quant.lanes() != 8:
         pytest.skip("this CPU runs that form itself")
     compiler, target = build.find_compiler(), tmp_path / "vnni.so"
-    sources = [str(build.SOURCE_DIR / f"{x}.cpp") for x in ("quant_linear", "quant_pack", "runtime")]
+    sources = [
+        str(build.SOURCE_DIR / f"{x}.cpp") for x in ("quant_linear", "quant_pack", "record", "runtime")
+    ]
     flags = [x for x in build.FLAGS if x != "-O3"] + ["-O1", "-DOCTAVO_IMITATE_VNNI", "-shared"]
     subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True)
     vnni = ctypes.CDLL(str(target))

@@ -23,6 +23,7 @@
 
 #include "attention.h"
 #include "common.h"
+#include "record.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -492,6 +493,9 @@ OCTAVO_API int32_t octavo_paged_attention(const AttentionShape* shape, const Att
                                           int64_t q_stride, const void* cache, void* out, int64_t out_stride) {
     const int64_t group = shape->heads / shape->kv_heads;
     if (group > MAX_LANES || shape->head_dim % 4 || shape->block_size % 4) return -2;
+    record_call([shape = *shape, batch = *batch, q, q_stride, cache, out, out_stride] {
+        return octavo_paged_attention(&shape, &batch, q, q_stride, cache, out, out_stride);
+    });
     static thread_local Plan plan;
     static thread_local std::vector<int32_t> pieces_of;
     Call call{*shape,        *batch,     group,   (const char*)q, q_stride, (const char*)cache,

@@ -2,6 +2,7 @@
 //
 // The cache of a layer is [num_blocks, 2 (K, V), kv_heads, block_size, head_dim], contiguous.
 #include "common.h"
+#include "record.h"
 
 using namespace octavo;
 
@@ -41,6 +42,10 @@ OCTAVO_API int32_t octavo_rope_and_write_kv(const CacheShape* shape, void* q, vo
                                             const float* cos_sin, const void* positions, int32_t short_positions,
                                             void* cache, const int64_t* slots, int64_t rows, int32_t threads) {
     const CacheShape s = *shape;
+    record_call([=] {
+        return octavo_rope_and_write_kv(&s, q, k, v, q_stride, k_stride, v_stride, cos_sin, positions, short_positions,
+                                        cache, slots, rows, threads);
+    });
     bool known = with_dtype(s.dtype, [&](auto t) {
         using T = decltype(t);
         parallel_rows(rows, (s.heads + 2 * s.kv_heads) * s.head_dim, threads, [&](int64_t first, int64_t last) {

@@ -18,6 +18,7 @@
 
 #include "attention.h"
 #include "common.h"
+#include "record.h"
 
 using namespace octavo;
 
@@ -282,6 +283,9 @@ struct Plan {
 OCTAVO_API int32_t octavo_latent_attention(const LatentShape* shape, const AttentionBatch* batch, const void* q,
                                            const void* cache, void* out) {
     if (shape->rank % 4 || shape->block_size % 4) return -2;
+    record_call([shape = *shape, batch = *batch, q, cache, out] {
+        return octavo_latent_attention(&shape, &batch, q, cache, out);
+    });
     static thread_local Plan plan;
     plan.make(*shape, *batch);
     const Call call{*shape, *batch, (const char*)q, (const char*)cache, (char*)out, plan.partials.data(),
@@ -304,6 +308,10 @@ OCTAVO_API int32_t octavo_latent_write(const LatentShape* shape, const void* q_p
                                        const void* weight, float eps, const float* cos_sin, const int64_t* positions,
                                        void* cache, const int64_t* slots, int64_t rows, int32_t threads) {
     const LatentShape s = *shape;
+    record_call([=] {
+        return octavo_latent_write(&s, q_pe, q_row, q_head, q_out, out_row, out_head, kv, kv_row, weight, eps, cos_sin,
+                                   positions, cache, slots, rows, threads);
+    });
     const int64_t half = s.rope / 2, dim = s.rank + s.rope;
     bool known = true;
     known &= with_dtype(s.dtype, [&](auto t) {

@@ -1,5 +1,6 @@
 // Products of few rows each with the matrices of several experts: every weight is read once, by one thread.
 #include "common.h"
+#include "record.h"
 
 using namespace octavo;
 
@@ -97,6 +98,7 @@ OCTAVO_API int32_t octavo_grouped_linear(const void* x, int64_t x_stride, const 
                                          const int32_t* targets, const void* segments, int64_t num_segments,
                                          const float* scales, void* out, int64_t n, int64_t size, int32_t dtype,
                                          int32_t out_dtype, int64_t threads) {
+    refuse_recording();  // its pairs of rows and experts are the step's
     const Product p{x, w, rows, targets, scales, out, x_stride, n, size};
     if (out_dtype != dtype && out_dtype != FLOAT32) return -2;
     const bool known = with_dtype(dtype, [&](auto t) {

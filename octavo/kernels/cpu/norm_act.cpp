@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "gate.h"
+#include "record.h"
 
 using namespace octavo;
 
@@ -97,6 +98,9 @@ inline void parallel_pieces(int64_t rows, int64_t n, int64_t cost, int64_t threa
 OCTAVO_API int32_t octavo_rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t heads,
                                    int64_t n, int64_t x_stride, float eps, int32_t dtype, int32_t weight_dtype,
                                    int32_t threads) {
+    record_call([=] {
+        return octavo_rms_norm(x, weight, out, rows, heads, n, x_stride, eps, dtype, weight_dtype, threads);
+    });
     bool known = with_dtypes(dtype, weight_dtype, [&](auto t, auto s) {
         using T = decltype(t);
         using S = decltype(s);
@@ -113,6 +117,9 @@ OCTAVO_API int32_t octavo_rms_norm(const void* x, const void* weight, void* out,
 OCTAVO_API int32_t octavo_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
                                        int64_t n, int64_t x_stride, float eps, int32_t dtype, int32_t weight_dtype,
                                        int32_t threads) {
+    record_call([=] {
+        return octavo_add_rms_norm(x, residual, weight, out, rows, n, x_stride, eps, dtype, weight_dtype, threads);
+    });
     bool known = with_dtypes(dtype, weight_dtype, [&](auto t, auto s) {
         using T = decltype(t);
         using S = decltype(s);
@@ -132,6 +139,9 @@ OCTAVO_API int32_t octavo_add_rms_norm(const void* x, void* residual, const void
 OCTAVO_API int32_t octavo_layer_norm(const void* x, void* residual, const void* weight, const void* bias, void* out,
                                      int64_t rows, int64_t n, int64_t x_stride, float eps, int32_t dtype,
                                      int32_t weight_dtype, int32_t threads) {
+    record_call([=] {
+        return octavo_layer_norm(x, residual, weight, bias, out, rows, n, x_stride, eps, dtype, weight_dtype, threads);
+    });
     bool known = with_dtypes(dtype, weight_dtype, [&](auto t, auto s) {
         using T = decltype(t);
         using S = decltype(s);
@@ -153,6 +163,7 @@ OCTAVO_API int32_t octavo_layer_norm(const void* x, void* residual, const void* 
 // out[r, i] = act(x[r, i]) * x[r, n + i]; out is contiguous.
 OCTAVO_API int32_t octavo_gated_activation(const void* x, void* out, int64_t rows, int64_t n, int64_t x_stride,
                                            int32_t gate, int32_t dtype, int32_t threads) {
+    record_call([=] { return octavo_gated_activation(x, out, rows, n, x_stride, gate, dtype, threads); });
     if (gate != SILU && gate != GELU_TANH) return -2;
     bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
@@ -170,6 +181,7 @@ OCTAVO_API int32_t octavo_gated_activation(const void* x, void* out, int64_t row
 // x = cap * tanh(x / cap), in place; rows `x_stride` apart.
 OCTAVO_API int32_t octavo_softcap(void* x, int64_t rows, int64_t n, int64_t x_stride, float cap, int32_t dtype,
                                   int32_t threads) {
+    record_call([=] { return octavo_softcap(x, rows, n, x_stride, cap, dtype, threads); });
     const float inverse = 1.0f / cap;
     bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);

@@ -13,6 +13,7 @@
 
 #include "gate.h"
 #include "quant.h"
+#include "record.h"
 
 #if OCTAVO_QUANT
 
@@ -384,6 +385,9 @@ OCTAVO_API int32_t octavo_quant_linear(const QuantMatrix* matrix, const void* x,
                                        const void* bias, void* out, int64_t out_stride, int32_t gate, int32_t dtype,
                                        int64_t threads) {
     if (gate >= 0 && (matrix->num_parts != 1 || matrix->rows % (2 * LANES))) return -2;
+    record_call([=] {
+        return octavo_quant_linear(matrix, x, rows, x_stride, bias, out, out_stride, gate, dtype, threads);
+    });
     static thread_local std::vector<XBlock> scratch;
     const bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);

@@ -1,5 +1,6 @@
 // Quantized matrices into the layout of the kernels, and rows of them back into numbers.
 #include "quant.h"
+#include "record.h"
 
 using namespace octavo;
 
@@ -107,6 +108,7 @@ OCTAVO_API int32_t octavo_quant_pack(const QuantPart* part, int64_t columns, con
 // out[i] = row ids[i] of the matrix; out: contiguous [n, columns].
 OCTAVO_API int32_t octavo_quant_rows(const QuantMatrix* m, const int64_t* ids, int64_t n, void* out, int32_t dtype,
                                      int64_t threads) {
+    record_call([=] { return octavo_quant_rows(m, ids, n, out, dtype, threads); });
     const bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         parallel_rows(n, m->columns, threads, [&](int64_t first, int64_t last) {

@@ -1,0 +1,156 @@
+"""Work of the CPU kernels, recorded once and run again without the Python between: what graphs are to a GPU.
+
+A decode step of a small model is some two hundred kernels of ten microseconds, and as much Python. Run again,
+it is one call, through which the threads stay awake (see record.h and team.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.kernels.cpu.ops import library
+
+Result = TypeVar("Result")
+
+# PyTorch's operations that may stand between kernels. Views of memory need nothing done again; the others,
+# functions of their tensors alone, run again into the memory of their first result.
+_ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_VIEW = (
+    *("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view"),
+    *("_reshape_alias", "flatten", "unflatten", "reshape", "contiguous", "to"),
+)
+_COMPUTE = (
+    *("add", "addmm", "clone", "embedding", "linear", "matmul", "mm", "mul", "_linear_pointwise", "_to_copy"),
+)
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    lib = library()
+    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    for name, arguments, result in (
+        ("octavo_recording_begin", [], p),
+        ("octavo_recording_size", [p], n),
+        ("octavo_recording_end", [p], i),
+        ("octavo_recording_free", [p], None),
+        ("octavo_recording_replay", [p, n, n, n], i),
+    ):
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, result
+    return lib
+
+
+class _Watch(TorchDispatchMode):
+    """Sees PyTorch's operations: keeps their memory, and those to run again with their place among calls."""
+
+    def __init__(self, size: Callable[[], int]):
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+        self.operations: list[tuple[int, Callable[[], torch.Tensor], torch.Tensor]] = []
+        self.problem: str | None = None
+        self._size = size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        place, out = self._size(), func(*args, **kwargs)
+        name = func._schema.name.rpartition("::")[2]
+        if name in _ALLOCATE:
+            self.kept.append(out)
+        elif name in _VIEW and _share_memory(_tensors((out,)), _tensors(args)):
+            pass
+        elif name in (*_VIEW, *_COMPUTE) and isinstance(out, torch.Tensor) and "out" not in kwargs:
+            # Also a "view" that had to copy.
+            self.operations.append((place, functools.partial(func, *args, **kwargs), out))
+        else:
+            self.problem = self.problem or str(func)
+        return out
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
+
+
+def _share_memory(results: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
+    places = {x.untyped_storage().data_ptr() for x in given}
+    return all(x.untyped_storage().data_ptr() in places for x in results)
+
+
+class Recording:
+    """Kernels and operations of a piece of work, in order, on the memory that it used.
+
+    Make it by `record`. It owns the memory of everything that the work allocated; what the work read besides
+    (weights, caches, the buffers of a step's inputs) must outlive it and stay where it was.
+    """
+
+    def __init__(self) -> None:
+        lib = _functions()
+        self._calls = lib.octavo_recording_begin()
+        self._replay = lib.octavo_recording_replay
+        self._free = weakref.finalize(self, lib.octavo_recording_free, self._calls)
+        self._watch = _Watch(lambda: lib.octavo_recording_size(self._calls))
+        self._parts: list[tuple[int, int, Callable[[], torch.Tensor] | None, torch.Tensor | None]] = []
+
+    def _do(self, work: Callable[[], Result]) -> Result:
+        lib = _functions()
+        try:
+            with self._watch:
+                result = work()
+        finally:
+            status = lib.octavo_recording_end(self._calls)
+        if self._watch.problem is None and status:
+            self._watch.problem = "a kernel whose arguments are one step's"
+        first = 0
+        for place, operation, out in self._watch.operations:
+            self._parts.append((first, place, operation, out))
+            first = place
+        self._parts.append((first, lib.octavo_recording_size(self._calls), None, None))
+        return result
+
+    @property
+    def problem(self) -> str | None:
+        """Why the work cannot be run again; None: it can."""
+        return self._watch.problem
+
+    def __len__(self) -> int:
+        """Calls of kernels and operations of PyTorch."""
+        return self._parts[-1][1] + len(self._parts) - 1
+
+    def replay(self) -> None:
+        """Do the work again, on what lies now where its inputs lay; results take the place of the last."""
+        threads = torch.get_num_threads()
+        for first, last, operation, out in self._parts:
+            if last > first and self._replay(self._calls, first, last, threads):
+                raise RuntimeError("a recorded kernel refused its arguments")
+            if operation is not None:
+                assert out is not None
+                out.copy_(operation())
+
+
+def record(work: Callable[[], Result]) -> tuple[Result, Recording]:
+    """Do a piece of work and note what it does.
+
+    Args:
+        work: that calls kernels of this package and the PyTorch operations of `_COMPUTE`, on tensors alone:
+            what it decides by their values, or by numbers that change, stays decided.
+
+    Returns:
+        Its result, and the recording; see there whether it can be `replay`ed.
+    """
+    recording = Recording()
+    return recording._do(work), recording

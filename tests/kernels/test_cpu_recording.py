@@ -1,0 +1,169 @@
+"""Recordings of the CPU kernels: run again they do what the work did, on what lies there now; what cannot be
+run again is named; and the threads that stay at hand lose and double no piece of work."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.kernels.cpu import moe, norm_act, ops, quant
+from octavo.kernels.cpu.recording import Recording, record
+from tests.kernels.quant_cases import FORMATS, matrix
+
+if not quant.lanes():
+    pytest.skip("no kernels for quantized matrices on this CPU", allow_module_level=True)
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
+SIZE = HEADS * DIM
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+class Step:
+    """A layer of every kernel that a decode step has, on buffers that stay where they are."""
+
+    def __init__(self, n: int, dtype: torch.dtype) -> None:
+        self.random = torch.Generator().manual_seed(n)
+        self.n, self.dtype = n, dtype
+        self.table = quant.PackedMatrix([matrix(FORMATS["q8"], 50, SIZE, self.random)], SIZE)
+        rows = (HEADS + 2 * KV_HEADS) * DIM
+        self.qkv = quant.PackedMatrix([matrix(FORMATS["q4-minimum"], rows, SIZE, self.random)], SIZE)
+        self.mlp = quant.PackedMatrix([matrix(FORMATS["q5"], 4096, SIZE, self.random)], SIZE)
+        self.down = self._normal(SIZE, 2048) / 50
+        self.norm = self._normal(SIZE)
+        self.cos_sin = torch.randn(64, DIM, generator=self.random)
+        self.cache = torch.zeros(8, 2, KV_HEADS, BLOCK, DIM, dtype=dtype)
+        self.ids = torch.zeros(n, dtype=torch.int32)
+        self.positions, self.slots = torch.zeros(2, n, dtype=torch.int64)
+        self.starts = torch.arange(n + 1, dtype=torch.int32)
+        self.lens = torch.zeros(n, dtype=torch.int32)
+        self.blocks = torch.arange(2 * n, dtype=torch.int32).view(n, 2) % 8
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.dtype)
+
+    def fill(self) -> None:
+        """Other inputs in the same places."""
+        self.ids.copy_(torch.randint(50, (self.n,), generator=self.random))
+        self.positions.copy_(torch.randint(2 * BLOCK, (self.n,), generator=self.random))
+        self.lens.copy_(self.positions + 1)
+        block = self.blocks.gather(1, (self.positions // BLOCK)[:, None])[:, 0]
+        self.slots.copy_(block * BLOCK + self.positions % BLOCK)
+        self.cache.copy_(torch.randn(self.cache.shape, generator=self.random))
+
+    def forward(self) -> torch.Tensor:
+        x = self.table.look_up(self.ids, self.dtype) * 1.5
+        residual = x
+        product = self.qkv.linear(norm_act.rms_norm(x, self.norm, 1e-5), None)
+        heads = product.unflatten(-1, (-1, DIM))
+        q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        ops.rope_and_write_kv(q, k, v, self.cos_sin, self.positions, self.cache, self.slots)
+        batch = ops.attention_batch(self.starts, self.lens, self.blocks)
+        shape = ops.attention_shape(
+            HEADS, KV_HEADS, DIM, BLOCK, DIM**-0.5, None, self.dtype, self.cache.dtype
+        )
+        out = torch.empty_like(q)
+        ops.attend(shape, batch, q, self.cache, out)
+        x, residual = norm_act.add_rms_norm(out.flatten(1), residual, self.norm, 1e-5)
+        x = F.linear(self.mlp.linear(x, None, quant.SILU), self.down)
+        x, _ = norm_act.add_layer_norm(x, residual, self.norm, None, 1e-5)
+        return norm_act.softcap(self.table.linear(x, None), 5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_replay_is_the_work_on_other_inputs(n: int, dtype: torch.dtype, threads: int) -> None:
+    step = Step(n, dtype)
+    step.fill()
+    cache = step.cache.clone()
+    want, after = step.forward(), step.cache.clone()
+    step.cache.copy_(cache)
+    result, recording = record(step.forward)
+    assert recording.problem is None
+    assert torch.equal(result, want) and torch.equal(step.cache, after)
+    # Nine kernels; PyTorch's are the conversion of the ids, the scale and F.linear (in one or two pieces).
+    assert 9 + 3 <= len(recording) <= 9 + 4
+    gc.collect()
+    others = [torch.full_like(result, torch.nan) for _ in range(50)]  # in whatever memory was given back
+    for _ in range(3):
+        step.fill()
+        cache = step.cache.clone()
+        result.fill_(torch.nan)
+        recording.replay()
+        got, after = result.clone(), step.cache.clone()
+        step.cache.copy_(cache)
+        assert torch.equal(got, step.forward()) and torch.equal(after, step.cache)
+    assert all(bool(x.isnan().all()) for x in others)
+
+
+@pytest.mark.parametrize(
+    ("work", "problem"),
+    [
+        (lambda x: x.topk(2).values, "topk"),
+        (lambda x: x.add_(1), "add_"),
+        (lambda x: torch.mul(x, 2, out=x), "out"),
+        (lambda x: float(x[0, 0]), "_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: torch.randn(3), "randn"),
+        (lambda x: x.softmax(-1), "softmax"),
+    ],
+)
+def test_what_cannot_be_run_again_is_named(work: Callable[[torch.Tensor], object], problem: str) -> None:
+    x = torch.ones(3, 4)
+    result, recording = record(lambda: work(x))
+    assert result is not None and problem in str(recording.problem)
+
+
+def test_a_kernel_of_one_step_s_arguments_is_refused() -> None:
+    x, weight, out = torch.ones(1, 8), torch.ones(1, 4, 8), torch.zeros(1, 4)
+    rows, segments = np.zeros(1, np.int32), np.array([[0, 0, 1]], np.int32)
+    _, recording = record(lambda: moe.grouped_linear(x, weight, rows, rows, segments, out))
+    assert "one step's" in str(recording.problem) and bool((out == 8).all())
+
+
+def test_an_error_ends_the_recording() -> None:
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        record(work)
+    norm = torch.ones(8)
+    _, recording = record(lambda: norm_act.rms_norm(torch.empty(1, 8), norm, 1e-5))
+    assert len(recording) == 1 and isinstance(recording, Recording)
+
+
+def test_threads_at_hand_share_many_small_loops() -> None:
+    """More threads than cores, and thousands of loops: each must be whole before the next one reads it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        random = torch.Generator().manual_seed(1)
+        first = quant.PackedMatrix([matrix(FORMATS["q4"], 4096, 64, random)], 64)
+        second = quant.PackedMatrix([matrix(FORMATS["q4"], 64, 4096, random)], 4096)
+        x, norm = torch.randn(1, 64, generator=random), torch.ones(64)
+
+        def work() -> torch.Tensor:
+            y = x
+            for _ in range(20):
+                y = norm_act.rms_norm(second.linear(first.linear(y, None), None), norm, 1e-5)
+            return y
+
+        want, (result, recording) = work(), record(work)
+        assert recording.problem is None and torch.equal(result, want)
+        for _ in range(20):
+            result.fill_(torch.nan)
+            recording.replay()
+            assert torch.equal(result, want)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,81 @@
+"""Decode steps that are recorded on the CPU and run again, in engines whose batches grow, shrink and mix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.kernels.cpu import ops
+from octavo.kernels.cpu.recording import Recording
+from octavo.models.llama import LlamaForCausalLM
+from octavo.worker.recorded_steps import MOST_REQUESTS, RecordedSteps
+from tests import tiny
+
+if not ops.available():
+    pytest.skip("no CPU kernels", allow_module_level=True)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
+SETTINGS = dict(
+    dtype="float32", device="cpu", max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
+    check_invariants=True, kv_cache_memory_bytes=8 << 20,
+)  # fmt: skip
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Requests of each step that was run again."""
+    sizes: list[int] = []
+    run, replay = RecordedSteps.run, Recording.replay
+    running: list[int] = []
+
+    def spy_run(self: RecordedSteps, inputs: object) -> torch.Tensor:
+        running.append(inputs.num_requests)  # type: ignore[attr-defined]
+        return run(self, inputs)  # type: ignore[arg-type]
+
+    def spy_replay(self: Recording) -> None:
+        sizes.append(running[-1])
+        replay(self)
+
+    monkeypatch.setattr(RecordedSteps, "run", spy_run)
+    monkeypatch.setattr(Recording, "replay", spy_replay)
+    return sizes
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-window"])
+def test_tokens_are_those_of_unrecorded_steps(replays: list[int], variant: str) -> None:
+    with LLM(str(tiny.checkpoint(variant)), num_threads=1, max_num_seqs=20, **SETTINGS) as llm:
+        for _ in range(2):
+            outputs = llm.generate(tiny.PROMPTS, GREEDY, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy(variant, i) for i in range(3)]
+        assert set(replays) == {3}
+        # Some end early, so that batches shrink, past the largest that is recorded, and slots change hands.
+        lengths = [3] * 4 + [6] * 8 + [9, 12, 15, 15, 18, 21, 24, 27]
+        params = [GREEDY.clone(max_tokens=n) for n in lengths]
+        outputs = llm.generate([tiny.PROMPTS[i % 3] for i in range(20)], params, use_tqdm=False)
+        for i, output in enumerate(outputs):
+            assert output.outputs[0].token_ids == tiny.greedy(variant, i % 3)[: lengths[i]]
+        assert max(replays) == MOST_REQUESTS and min(replays) == 1
+        scored = llm.generate([tiny.PROMPTS[0]], GREEDY.clone(prompt_logprobs=1, logprobs=1), use_tqdm=False)
+        assert scored[0].outputs[0].token_ids == tiny.greedy(variant, 0)
+
+
+def test_a_model_that_cannot_be_recorded_runs_on(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    variant = "qwen3"
+    plain = LlamaForCausalLM.compute_logits
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", lambda s, h: plain(s, h[h.abs().sum(1) >= 0]))
+    with LLM(str(tiny.checkpoint(variant)), num_threads=1, **SETTINGS) as llm, caplog.at_level("INFO"):
+        outputs = llm.generate(tiny.PROMPTS, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy(variant, i) for i in range(3)]
+    assert not replays
+    assert [r.getMessage() for r in caplog.records if "unrecorded" in r.getMessage()] == [
+        "decode steps run unrecorded: aten.abs.default"
+    ]
+
+
+def test_enforce_eager_records_nothing(replays: list[int]) -> None:
+    with LLM(str(tiny.checkpoint("qwen3")), num_threads=1, enforce_eager=True, **SETTINGS) as llm:
+        outputs = llm.generate(tiny.PROMPTS[:1], GREEDY, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == tiny.greedy("qwen3", 0) and not replays
