@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octavo.bench.report import check_writable, save
     from octavo.config import EngineConfig, config_from_args
-    from octavo.engine.openmp import settle_waiting
+    from octavo.engine.cpu_libraries import settle_libraries
     from octavo.eval.texts import read_texts
 
     # Everything that can be wrong with the command line is told before a model is loaded.
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     baseline = baseline_config(args, config)
     file = read_texts(args.text)
 
-    settle_waiting()
+    settle_libraries()
     from tqdm import tqdm
 
     from octavo.eval.evaluate import EvalOptions, evaluate

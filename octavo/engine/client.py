@@ -21,8 +21,8 @@ import msgspec
 import octavo
 from octavo import errors
 from octavo.config import EngineConfig
+from octavo.engine.cpu_libraries import settle_libraries
 from octavo.engine.frames import receive_frame, send_frame
-from octavo.engine.openmp import settle_waiting
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import CoreOutputs, Fatal, FromCore, ModelFacts, Ready, Shutdown, ToCore
 
@@ -85,7 +85,7 @@ class ThreadClient(CoreClient):
         self._thread.join()
 
     def _run(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        settle_waiting()
+        settle_libraries()
         from octavo.engine.cores import make_core  # loads the workers' libraries
         from octavo.engine.loop import run_core
 

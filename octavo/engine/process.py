@@ -14,8 +14,8 @@ import threading
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine.cpu_libraries import settle_libraries
 from octavo.engine.frames import receive_frame, send_frame
-from octavo.engine.openmp import settle_waiting
 from octavo.log import configure_logging
 from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
 
@@ -39,7 +39,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()  # ends a load that nobody awaits
     try:
         configure_logging()
-        settle_waiting()
+        settle_libraries()
         from octavo.engine.cores import make_core
         from octavo.engine.loop import run_core
 

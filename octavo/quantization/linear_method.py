@@ -14,6 +14,7 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.quantization import gpu_linear
 from octavo.quantization.gpu_linear import GatedActivation as GatedActivation
+from octavo.quantization.packed_linear import pack, packed_linear
 
 
 class AddingNorm(Protocol):
@@ -145,9 +146,6 @@ def widening_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return out
 
 
-# Rows that oneDNN lays a packed matrix out for. One layout serves all sizes: of those for 1, 32 and 512
-# rows it was the fastest, or within noise of it, at every number of rows.
-_PACK_ROWS = 32
 # oneDNN's float32 sums over packed weights round about twice as much as `F.linear`'s when they are long
 # (rms 2.0e-5 against 1.0e-5 over 1536 columns), and are hardly faster there.
 _PACK_FLOAT32_COLUMNS = 1024
@@ -188,13 +186,13 @@ class UnquantizedLinearMethod(LinearMethod):
         weight = layer.get_parameter("weight")
         layer.packed = None  # type: ignore[assignment]
         if packs(weight):
-            layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
+            layer.packed = pack(weight)
             del layer._parameters["weight"]
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         packed: torch.Tensor | None = layer.packed  # type: ignore[assignment]
         if packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+            return packed_linear(x, packed, bias)
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         if x.is_cpu and x.shape[0] >= _WIDEN_ROWS and cpu_lacks(x.dtype):
             return widening_linear(x, weight, bias)

@@ -1,0 +1,38 @@
+"""Products with a matrix in oneDNN's own layout, on CPUs."""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+import torch.nn.functional as F
+
+# Rows that oneDNN lays a packed matrix out for. One layout serves all sizes: of those for 1, 32 and 512
+# rows it was the fastest, or within noise of it, at every number of rows.
+_PACK_ROWS = 32
+# oneDNN makes and keeps code for every number of rows that it meets: 1 MB and some milliseconds for each, of
+# every shape of matrix. A server meets hundreds, so rows are padded to few sizes, four for each power of 2.
+SIZES = (1, 2, 3, *(quarters << octave for octave in range(9) for quarters in (4, 5, 6, 7)), 2048)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix `[out, in]` in oneDNN's layout (an opaque tensor)."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` with the matrix that was packed: `[rows, in]` to `[rows, out]`."""
+    rows = x.shape[0]
+    if rows in SIZES:
+        return _product(x, packed, bias)
+    largest = SIZES[-1]
+    whole = rows // largest * largest
+    parts = [_product(piece, packed, bias) for piece in x[:whole].split(largest)] if whole else []
+    if rest := rows - whole:
+        size = SIZES[bisect.bisect_left(SIZES, rest)]
+        parts.append(_product(F.pad(x[whole:], (0, 0, 0, size - rest)), packed, bias)[:rest])
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x.new_empty(0, packed.shape[0])
+
+
+def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
