@@ -17,6 +17,7 @@ from benchmarks.cpu_work import Request
 from benchmarks.peers.engine import EngineSpec, Peer, Tokens
 
 ROOT = Path(__file__).parent.parent
+WORKER = "benchmarks.peers.worker"
 
 
 class EngineError(Exception):
@@ -32,7 +33,7 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                [str(python), "-m", "benchmarks.peers.worker", peer.key, json.dumps(asdict(spec))],
+                [str(python), "-m", WORKER, peer.key, json.dumps(asdict(spec))],
                 cwd=ROOT,
                 env={**kept, "OMP_NUM_THREADS": str(spec.threads), **peer.variables(spec.threads)},
                 stdin=subprocess.PIPE,

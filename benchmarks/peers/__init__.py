@@ -1,1 +1,1 @@
-"""Engines that `benchmarks/cpu.py` measures, one file each, run in processes and environments of their own."""
+"""Engines that `benchmarks/cpu.py` measures, one file each, run in environments of their own."""
