@@ -11,8 +11,9 @@ import torch.nn.functional as F
 # rows it was the fastest, or within noise of it, at every number of rows.
 _PACK_ROWS = 32
 # oneDNN makes and keeps code for every number of rows that it meets: 1 MB and some milliseconds for each, of
-# every shape of matrix. A server meets hundreds, so rows are padded to few sizes, four for each power of 2.
-SIZES = (1, 2, 3, *(quarters << octave for octave in range(9) for quarters in (4, 5, 6, 7)), 2048)
+# every shape of matrix. A server meets hundreds, so more than 16 rows are padded to few sizes, four for each
+# power of 2.
+SIZES = (*range(1, 17), *(quarters << octave for octave in range(2, 9) for quarters in (5, 6, 7, 8)))
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
