@@ -169,7 +169,8 @@ class EngineConfig:
         "Schedule a step while the one before runs; by default on a GPU, where steps can overlap.",
     )
     enforce_eager: bool = setting(
-        False, "Launch every kernel by itself: never record decode steps as CUDA graphs."
+        False,
+        "Launch every kernel by itself: never record decode steps, as CUDA graphs or (on a CPU) to run again.",
     )
     batch_invariant: bool = setting(
         False,
