@@ -263,6 +263,10 @@ def main(argv: list[str] | None = None) -> None:
     results["machine"] = describe_machine(threads)
     results["date"] = datetime.date.today().isoformat()
     members = gather(args.peers, threads, sizes, args, results["missing"])
+    if args.quick:
+        say("quick: everything runs, the figures and verdicts mean nothing")
+    elif (load := os.getloadavg()[0]) > 0.5:
+        say(f"other programs are running (load {load:.1f}): figures are right only on a quiet machine")
     say("measuring memory and matrix products")
     results["limits"] = measure_limits(threads)
     results["floors"] = floors(results["limits"], weight_bytes(), sizes)

@@ -10,6 +10,7 @@ from benchmarks.cpu_work import Request, Sizes, cpu_work
 
 _SIDE = 2048
 _REPEATS = 5
+_LONG = 0.2  # seconds of one product
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,17 @@ def measure_limits(threads: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     limits = {"read": read_bandwidth("cpu")}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.int8)):
-        a = torch.ones(_SIDE, _SIDE).to(dtype)
-        multiply = torch._int_mm if dtype == torch.int8 else torch.mm
-        best = float("inf")
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            multiply(a, a)
-            best = min(best, time.perf_counter() - begin)
-            if best > 0.5:
-                break  # no fast path here, and no floor
-        limits[name] = 2.0 * _SIDE**3 / best
+        limits[name] = 0.0
+        for side in (_SIDE // 8, _SIDE // 4, _SIDE // 2, _SIDE):
+            a = torch.ones(side, side).to(dtype)
+            multiply = torch._int_mm if dtype == torch.int8 else torch.mm
+            for _ in range(_REPEATS):
+                begin = time.perf_counter()
+                multiply(a, a)
+                took = time.perf_counter() - begin
+                limits[name] = max(limits[name], 2.0 * side**3 / took)
+            if took > _LONG:
+                break  # without a fast path the next would take minutes, and is no floor
     return limits
 
 
