@@ -170,7 +170,7 @@ class EngineConfig:
     )
     enforce_eager: bool = setting(
         False,
-        "Launch every kernel by itself: never record decode steps (as CUDA graphs, or to run again on a CPU).",
+        "Launch every kernel by itself: record no decode steps (as CUDA graphs, or to run again on a CPU).",
     )
     batch_invariant: bool = setting(
         False,
