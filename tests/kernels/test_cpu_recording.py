@@ -4,6 +4,7 @@ run again is named; and the threads that stay at hand lose and double no piece o
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.cpu import moe, norm_act, ops, quant
+from octavo.kernels.cpu import build, moe, norm_act, ops, quant
 from octavo.kernels.cpu.recording import Recording, record
 from tests.kernels.quant_cases import FORMATS, matrix
 
@@ -130,6 +131,18 @@ def test_a_kernel_of_one_step_s_arguments_is_refused() -> None:
     rows, segments = np.zeros(1, np.int32), np.array([[0, 0, 1]], np.int32)
     _, recording = record(lambda: moe.grouped_linear(x, weight, rows, rows, segments, out))
     assert "one step's" in str(recording.problem) and bool((out == 8).all())
+
+
+def test_every_kernel_is_recorded_or_refuses() -> None:
+    """One that did neither would be left out of replays, silently."""
+    aside = {"octavo_quant_lanes", "octavo_quant_pack", "octavo_vector_width"}  # of loading, not of steps
+    kernels = {}
+    for source in build.SOURCE_DIR.glob("*.cpp"):
+        kernels |= dict(re.findall(r"^OCTAVO_API int32_t (\w+)\((.*?)^}", source.read_text(), re.M | re.S))
+    kernels = {k: v for k, v in kernels.items() if k not in aside and "_recording_" not in k}
+    assert "octavo_quant_linear" in kernels and len(kernels) >= 15
+    for name, body in kernels.items():
+        assert f"return {name}(" in body or "refuse_recording();" in body, name
 
 
 def test_an_error_ends_the_recording() -> None:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common.h"
+#include "record.h"
 
 using namespace octavo;
 
@@ -113,6 +114,7 @@ void arg_max(int64_t rows, int64_t vocab, int64_t minimum, int64_t* result, int3
 // logits: [rows, vocab], rows `stride` apart. result: int64 [rows].
 OCTAVO_API int32_t octavo_argmax(const void* logits, int64_t* result, int64_t rows, int64_t vocab, int64_t stride,
                                  int32_t dtype, int32_t threads) {
+    refuse_recording();
     bool known = with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         arg_max(rows, vocab, 65536, result, threads, [=](int64_t row, int64_t id, int64_t n, float* out) {
@@ -127,6 +129,7 @@ OCTAVO_API int32_t octavo_argmax(const void* logits, int64_t* result, int64_t ro
 OCTAVO_API int32_t octavo_gumbel_argmax(const void* logits, const float* temperature, const void* k0, const void* k1,
                                         int32_t wide_keys, int64_t* result, int64_t rows, int64_t vocab,
                                         int64_t stride, int32_t dtype, int32_t threads) {
+    refuse_recording();
     auto key = [=](const void* k, int64_t row) {
         return wide_keys ? uint32_t(((const int64_t*)k)[row]) : ((const uint32_t*)k)[row];
     };
