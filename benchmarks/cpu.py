@@ -19,6 +19,7 @@ import datetime
 import importlib
 import json
 import os
+import signal
 import statistics
 import time
 from dataclasses import dataclass
@@ -246,6 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     from octavo.planning.hardware import detect_cpu
 
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the engines too
     folder = bench_folder() / "quick" if args.quick else FOLDER
     path, sizes, rounds = (
         folder / "cpu.json",
