@@ -21,6 +21,7 @@ import json
 import os
 import signal
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
