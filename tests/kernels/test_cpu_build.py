@@ -21,8 +21,9 @@ def small_sources(tmp_path, monkeypatch):
     """Only the smallest source, so that a build takes a fraction of a second, and an empty cache."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    for name in ("runtime.cpp", "common.h"):
-        shutil.copy(SOURCES / name, folder)
+    # The threads need what they run again.
+    for source in (*(SOURCES / f"{name}.cpp" for name in ("runtime", "record")), *SOURCES.glob("*.h")):
+        shutil.copy(source, folder)
     monkeypatch.setattr(build, "SOURCE_DIR", folder)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     return folder

@@ -143,6 +143,7 @@ def test_shipped_tables() -> None:
                 assert choice.kind != "few_rows" or rows <= linear.MAX_ROWS
                 if choice.kind == "skinny":
                     assert isinstance(choice.config, SkinnyConfig)
-                    tile = choice.config.block_out * (2 if shape.gated else 1) + max(16, rows)
+                    tile_rows = choice.config.tile_rows or max(16, rows)
+                    tile = choice.config.block_out * (2 if shape.gated else 1) + tile_rows
                     # A stage less where results are summed in registers.
                     assert (choice.config.stages - 1) * tile * choice.config.block_in * 2 <= 227 << 10
