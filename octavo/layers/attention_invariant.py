@@ -10,8 +10,8 @@ import torch
 from octavo.kernels.triton import invariant_attention as kernels
 from octavo.kernels.triton import rotary_kv
 from octavo.kernels.triton.workspace import workspace
-from octavo.layers.attention import AttentionBackend, AttentionMetadata
-from octavo.layers.attention_triton import multiprocessors
+from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention_triton import RecordableAttention, multiprocessors
 
 if TYPE_CHECKING:
     from octavo.kv.format import KVFormat
@@ -25,7 +25,7 @@ class _Plan:
     scratch: tuple[torch.Tensor, torch.Tensor]
 
 
-class InvariantAttention(AttentionBackend):
+class InvariantAttention(RecordableAttention):
     """Paged attention by `octavo.kernels.triton.invariant_attention`, for bfloat16, float16 and float32.
 
     All rows of a step are one launch (two where contexts are split over programs). Grids follow from the
@@ -34,7 +34,6 @@ class InvariantAttention(AttentionBackend):
     """
 
     name = "invariant"
-    recordable = True
 
     def __init__(
         self,
@@ -74,11 +73,6 @@ class InvariantAttention(AttentionBackend):
         states = floats // (fmt.head_dim + 2) * fmt.head_dim
         meta.plan = _Plan(programs, (scratch[:states], scratch[states:]))
 
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
-    ) -> None:
-        rotary_kv.write_kv(k, v, cache, meta.slot_mapping)
-
     def rotary_and_write_kv(
         self,
         q: torch.Tensor,
@@ -107,11 +101,3 @@ class InvariantAttention(AttentionBackend):
             self.scale, self.sliding_window, self.softcap,
         )  # fmt: skip
         return out
-
-    def prepare_capture(self, meta: AttentionMetadata) -> None:
-        # Grids come from the host's bounds in `meta`, which the recorded launches keep.
-        self.plan(meta)
-
-    def prepare_replay(self, meta: AttentionMetadata) -> None:
-        # Everything that changes is read from the metadata's tensors.
-        pass

@@ -62,7 +62,27 @@ class _Plan:
         return self.angles[key]
 
 
-class TritonAttention(AttentionBackend):
+class RecordableAttention(AttentionBackend):
+    """What attention by Triton kernels has in common: how rows are stored, and that a recorded graph needs
+    nothing but what its metadata's tensors hold."""
+
+    recordable = True
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        rotary_kv.write_kv(k, v, cache, meta.slot_mapping)
+
+    def prepare_capture(self, meta: AttentionMetadata) -> None:
+        # Grids come from the host's bounds in `meta`, which the recorded launches keep.
+        self.plan(meta)
+
+    def prepare_replay(self, meta: AttentionMetadata) -> None:
+        # Everything that changes is read from the metadata's tensors.
+        pass
+
+
+class TritonAttention(RecordableAttention):
     """Paged attention by `octavo.kernels.triton.attention`, for bfloat16, float16 and float32.
 
     The leading `meta.num_decodes` requests (one row each) go to the decode kernel; so do the others
@@ -81,7 +101,6 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
-    recordable = True
 
     def __init__(
         self,
@@ -176,11 +195,6 @@ class TritonAttention(AttentionBackend):
             )
         out.copy_(found[0].transpose(0, 1))
 
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
-    ) -> None:
-        rotary_kv.write_kv(k, v, cache, meta.slot_mapping)
-
     def rotary_and_write_kv(
         self,
         q: torch.Tensor,
@@ -229,11 +243,3 @@ class TritonAttention(AttentionBackend):
                 self.scale, self.sliding_window, self.softcap,
             )  # fmt: skip
         return out
-
-    def prepare_capture(self, meta: AttentionMetadata) -> None:
-        # Grids come from the host's bounds in `meta`, which the recorded launches keep.
-        self.plan(meta)
-
-    def prepare_replay(self, meta: AttentionMetadata) -> None:
-        # Everything that changes is read from the metadata's tensors.
-        pass

@@ -8,7 +8,7 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.kernels.triton.invariant_linear import invariant_linear
 from octavo.quantization.embedding_method import UnquantizedEmbeddingMethod
-from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod
+from octavo.quantization.linear_method import LinearMethod
 
 
 class InvariantLinearMethod(UnquantizedEmbeddingMethod):
@@ -19,28 +19,13 @@ class InvariantLinearMethod(UnquantizedEmbeddingMethod):
     """
 
     name = "batch-invariant"
+    fuses = False
 
     def process_after_load(self, layer: nn.Module) -> None:
         pass  # nothing is repacked
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return invariant_linear(x, layer.weight, bias)  # type: ignore[arg-type]
-
-    def apply_gated(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
-    ) -> torch.Tensor:
-        return LinearMethod.apply_gated(self, layer, x, bias, act)
-
-    def apply_after(
-        self,
-        layer: nn.Module,
-        norm: AddingNorm,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        act: GatedActivation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return LinearMethod.apply_after(self, layer, norm, x, residual, bias, act)
 
 
 def invariant_method(quantization: str | None, prefix: str) -> LinearMethod:

@@ -165,9 +165,14 @@ def packs(weight: torch.Tensor) -> bool:
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """The matrix as it is, `weight [out, in]` in the activations' dtype; packed for oneDNN on a CPU."""
+    """The matrix as it is, `weight [out, in]` in the activations' dtype; packed for oneDNN on a CPU.
+
+    Attributes:
+        fuses: whether norms and activations may be part of a product's kernel, where rows choose it.
+    """
 
     name = "unquantized"
+    fuses: ClassVar[bool] = True
 
     def create_weights(
         self, layer: nn.Module, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
@@ -203,7 +208,7 @@ class UnquantizedLinearMethod(LinearMethod):
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
     ) -> torch.Tensor:
-        if gpu_linear.serves(x):
+        if self.fuses and gpu_linear.serves(x):
             return gpu_linear.linear(x, layer.weight, bias, act)  # type: ignore[arg-type]
         return super().apply_gated(layer, x, bias, act)
 
@@ -216,7 +221,7 @@ class UnquantizedLinearMethod(LinearMethod):
         bias: torch.Tensor | None,
         act: GatedActivation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = norm.rms_weight if gpu_linear.serves(x) else None
+        scale = norm.rms_weight if self.fuses and gpu_linear.serves(x) else None
         if scale is not None:
             weight: torch.Tensor = layer.weight  # type: ignore[assignment]
             fused = gpu_linear.rms_norm_linear(x, residual, scale, norm.eps, weight, bias, act)

@@ -24,15 +24,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias` with the matrix that was packed: `[rows, in]` to `[rows, out]`."""
     rows = x.shape[0]
-    if rows in SIZES:
+    if rows > SIZES[-1]:
+        return torch.cat([packed_linear(piece, packed, bias) for piece in x.split(SIZES[-1])])
+    if not rows:
+        return x.new_empty(0, packed.shape[0])
+    size = SIZES[bisect.bisect_left(SIZES, rows)]
+    if size == rows:
         return _product(x, packed, bias)
-    largest = SIZES[-1]
-    whole = rows // largest * largest
-    parts = [_product(piece, packed, bias) for piece in x[:whole].split(largest)] if whole else []
-    if rest := rows - whole:
-        size = SIZES[bisect.bisect_left(SIZES, rest)]
-        parts.append(_product(F.pad(x[whole:], (0, 0, 0, size - rest)), packed, bias)[:rest])
-    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x.new_empty(0, packed.shape[0])
+    return _product(F.pad(x, (0, 0, 0, size - rows)), packed, bias)[:rows]
 
 
 def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
