@@ -258,6 +258,8 @@ def test_serve_fails_if_every_request_does(capsys):
         (["sweep", "--plot", "no/such/folder/x.svg"], "plot='no/such/folder/x.svg'"),
         (["growth", "--context-lens", "0"], "context_lens=[0]"),
         (["growth", "--bandwidth", "nan"], "bandwidth=nan"),
+        (["growth", "--bandwidth", "inf"], "bandwidth=inf"),
+        (["growth", "--matrix-rate", "0"], "matrix_rate=0"),
         (["scheduler", "--num-seqs", "0"], "num_seqs=0"),
         (["scheduler", "--num-seqs", "100000000"], "num_seqs=100000000"),
         (["sweep", "--seconds", "inf"], "seconds=inf"),

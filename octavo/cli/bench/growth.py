@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +69,8 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
     )
     for name, unit in (("bandwidth", "GB/s"), ("matrix_rate", "TFLOP/s")):
         given = getattr(args, name)
-        if given is not None and not given > 0:
-            raise ConfigError(f"{name}={given} is not valid: give a number above 0, in {unit}")
+        if given is not None and not 0 < given < math.inf:
+            raise ConfigError(f"{name}={given} is not valid: give a finite number above 0, in {unit}")
     if "max_model_len" not in args:
         config.max_model_len = options.longest
     if "max_num_seqs" not in args:
