@@ -116,7 +116,11 @@ class EngineConfig:
         "them (AVX2), and nothing else is quantized.",
         choices=(None, "none", "gguf", "int8"),
     )
-    kv_cache_dtype: str = setting("auto", "Type of the KV cache; auto is the model's.", only=("auto",))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Type of the KV cache: the model's (auto), bfloat16, or half its bytes: fp8 (e4m3), fp8_e5m2, int8.",
+        choices=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+    )
     device: str = setting(
         "auto", "auto, cpu, cuda or cuda:N. auto takes the first visible GPU, else the CPU."
     )
@@ -153,7 +157,17 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = setting(
         None, "Exact size of the KV cache, instead of a share of memory.", low=1, unit="bytes"
     )
-    swap_space: float = setting(0, "GiB of host memory that preempted KV is swapped to.", only=(0,))
+    swap_space: float = setting(
+        0,
+        "GiB of host memory, per rank, for KV that leaves the device: preempted requests' and evicted blocks "
+        "of the prefix cache.",
+        low=0,
+    )
+    kv_offloading_size: float | None = setting(None, "Another name for swap_space.", low=0)
+    kv_disk_path: str | None = setting(
+        None, "Folder for KV blocks that leave host memory; it survives a restart."
+    )
+    kv_disk_size: float = setting(0, "GiB of KV blocks kept in kv_disk_path.", low=0)
     cpu_offload_gb: float = setting(0, "GiB of weights kept in host memory.", only=(0,))
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal beginnings.")
     prefix_caching_hash_algo: str = setting(

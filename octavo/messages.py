@@ -6,7 +6,7 @@ a thread, a process or a rank. Layers above and below know each other only throu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -163,6 +163,33 @@ class BlockUpdate:
     blocks: np.ndarray
 
 
+@dataclass(frozen=True)
+class BlockCopies:
+    """Whole blocks (a block id's pages of all layers) that move between device and host memory.
+
+    The executor runs them in this order, beside the step where it can: `out` reads what all earlier steps
+    wrote; `urgent` ones are through before the step's kernels write anything (their blocks may be in use
+    again already); `into` are through before the step's kernels read anything if `urgent_into`, else at
+    some later time that `StepResult.copies_done` tells. Blocks of copies that are not urgent stay held
+    by the engine until then.
+
+    Attributes:
+        number: counts from 0; results name it.
+        out_blocks, out_slots: int32 `[m]`, device blocks and the host slots that they are copied to.
+        into_slots, into_blocks: int32 `[k]`, host slots and the device blocks that they are copied to.
+        urgent: whether `out` must be through before the step.
+        urgent_into: whether `into` must be through before the step.
+    """
+
+    number: int
+    out_blocks: np.ndarray
+    out_slots: np.ndarray
+    into_slots: np.ndarray
+    into_blocks: np.ndarray
+    urgent: bool = False
+    urgent_into: bool = False
+
+
 @dataclass
 class StepPlan:
     """One step of one replica: which requests get how many rows, and what changed since the last.
@@ -179,6 +206,7 @@ class StepPlan:
         shared_blocks: in a step of one row per request, with how many of the same blocks all requests begin,
             in every KV group without a window; these are full, and computed before the step. Always 0
             elsewhere: a hint that may be too low.
+        copies: blocks to move between device and host memory; a step may have these and no rows.
     """
 
     step_id: int
@@ -190,6 +218,7 @@ class StepPlan:
     samples: np.ndarray
     prompt_logprobs: np.ndarray | None = None
     shared_blocks: int = 0
+    copies: list[BlockCopies] = field(default_factory=list)
 
     @property
     def total_rows(self) -> int:
@@ -208,6 +237,8 @@ class StepResult:
         logprobs: per request in plan order, one entry per token, or None.
         prompt_logprobs: per request in plan order, entries of the step's prompt rows, or None.
         pooled: per request in plan order, its text's vector as native float32, or None.
+        copies_done: numbers of `BlockCopies` that are through since the last result.
+        copies_failed: numbers of those whose host blocks could not be read or written.
     """
 
     tokens: np.ndarray
@@ -215,6 +246,8 @@ class StepResult:
     logprobs: list[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs] | None] | None = None
     pooled: list[bytes | None] | None = None
+    copies_done: list[int] = field(default_factory=list)
+    copies_failed: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -232,6 +265,9 @@ class ModelFacts:
         summary: start-up figures for the log, by name.
         pooling_type: LAST, MEAN or CLS of an engine that makes embeddings, else None.
         step_weight_bytes: bytes of weights that a step reads, at most (0: not known).
+        num_host_blocks: slots of the host tier, each for one block (0: there is none).
+        host_copy_rate: bytes per second that blocks are copied at between host and device, measured at start.
+        prefill_rate: tokens per second that a long prompt is computed at, measured or estimated at start.
     """
 
     max_model_len: int
@@ -244,6 +280,9 @@ class ModelFacts:
     summary: dict[str, str]
     pooling_type: str | None = None
     step_weight_bytes: int = 0
+    num_host_blocks: int = 0
+    host_copy_rate: float = 0.0
+    prefill_rate: float = 0.0
 
     @property
     def kv_capacity(self) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Bytes of one stored number.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e5m2": 1, "int8": 1}
+# Stored as bytes: numbers of 8 bits times a scale.
+QUANTIZED = ("fp8", "fp8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,18 @@ class KVFormat:
     latent attention; one head, its size the compressed KV's and the rotated key's together). A layer's
     cache is `[num_blocks, parts, num_kv_heads, block_size, head_dim]`, so that one block of one layer is
     one contiguous piece (cheap to copy or send) and one head's keys within it too (cheap to stream).
+
+    Quantized caches are uint8 tensors:
+
+    * `fp8` (e4m3fn) and `fp8_e5m2` have the same shape; a number is its code's value times the scale of
+      its layer, part and head, which the attention layer owns (`Attention.kv_scale`, `[2, heads]`).
+    * `int8` carries one float16 scale per token, head and part, behind the codes of the same head:
+      `[parts, num_kv_heads, block_size * (head_dim + 2)]`, a head's piece being its codes
+      `[block_size, head_dim]` and then its scales `[block_size]`; with `offset`, float16 offsets
+      `[block_size]` follow, and the last dimension is `block_size * (head_dim + 4)`. A number is
+      `code * scale + offset`.
+
+    `octavo.kernels.reference_kv` has both written down as code.
     """
 
     dtype: str
@@ -23,10 +38,25 @@ class KVFormat:
     num_kv_heads: int
     head_dim: int
     latent: bool = False
+    offset: bool = False
 
-    def layer_block_shape(self) -> tuple[int, int, int, int]:
-        """Shape of one block of one layer."""
-        return (1 if self.latent else 2, self.num_kv_heads, self.block_size, self.head_dim)
+    @property
+    def quantized(self) -> bool:
+        """Whether numbers are stored in 8 bits."""
+        return self.dtype in QUANTIZED
+
+    @property
+    def storage_dtype(self) -> str:
+        """PyTorch's name of the cache tensor's dtype."""
+        return "uint8" if self.quantized else self.dtype
+
+    def layer_block_shape(self) -> tuple[int, ...]:
+        """Shape of one block of one layer, in elements of `storage_dtype`."""
+        parts = 1 if self.latent else 2
+        if self.dtype == "int8":
+            extra = 4 if self.offset else 2
+            return (parts, self.num_kv_heads, self.block_size * (self.head_dim + extra))
+        return (parts, self.num_kv_heads, self.block_size, self.head_dim)
 
     def layer_block_bytes(self) -> int:
         """Bytes of one block of one layer."""
@@ -34,7 +64,7 @@ class KVFormat:
 
     def describe(self) -> str:
         """Text that enters the root of the block keys: equal text means interchangeable bytes."""
-        kind = ":latent" if self.latent else ""
+        kind = (":latent" if self.latent else "") + (":offset" if self.offset else "")
         return f"{self.dtype}:block{self.block_size}:heads{self.num_kv_heads}:dim{self.head_dim}{kind}:KHTD"
 
 

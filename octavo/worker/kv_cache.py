@@ -10,7 +10,6 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import layers_per_page
-from octavo.worker.device import DTYPES
 
 
 def allocate_caches(groups: Sequence[KVGroup], num_blocks: int, device: torch.device) -> list[torch.Tensor]:
@@ -20,7 +19,7 @@ def allocate_caches(groups: Sequence[KVGroup], num_blocks: int, device: torch.de
     they never use the same part of it.
 
     Returns:
-        Tensors `[num_blocks, *layer_block_shape]` in each layer's KV dtype.
+        Tensors `[num_blocks, *layer_block_shape]` of each layer's storage dtype.
 
     Raises:
         ConfigError: the device has too little memory.
@@ -28,8 +27,11 @@ def allocate_caches(groups: Sequence[KVGroup], num_blocks: int, device: torch.de
     size = num_blocks * groups[0].format.layer_block_bytes()
     buffers = [_zeros(size, device) for _ in range(layers_per_page(groups))]
     caches = {
-        layer: buffer.view(DTYPES[group.format.dtype]).view(num_blocks, *group.format.layer_block_shape())
+        layer: buffer.view(getattr(torch, group.format.storage_dtype)).view(
+            num_blocks, *group.format.layer_block_shape()
+        )
         for group in groups
+        for fmt in (group.format,)
         for buffer, layer in zip(buffers, group.layers, strict=False)  # a last group may have fewer layers
     }
     return [caches[layer] for layer in range(len(caches))]
