@@ -91,7 +91,21 @@ class CoreOutput(msgspec.Struct, omit_defaults=True, gc=False):  # hundreds a st
 
 
 class CoreStats(msgspec.Struct):
-    """Gauges and counters of the engine core; counters only grow."""
+    """Gauges and counters of the engine core; counters only grow.
+
+    Attributes of the host tier (0 without one):
+        host_blocks_total, host_blocks_used: its slots, and those that hold a block.
+        host_cache_queries: tokens looked up in it, which are those that the device's blocks did not have.
+        host_cache_hits: tokens of them that were copied back.
+        host_bytes_out, host_bytes_in: copied from the device, and to it.
+        host_blocks_out, host_blocks_in: the same in blocks.
+        host_evictions: blocks that gave up their slot to another.
+        host_loads_failed: requests whose copies failed, so that they were computed.
+        disk_cache_hits: tokens that were read from disk into the host tier for a request.
+        disk_blocks_out, disk_blocks_in, disk_failures: blocks written, read, and neither for an error.
+        resumed_by_copy, resumed_by_compute: preempted requests by how they came back: with blocks copied
+            from the host, or with what the device still had and the rest computed.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -104,6 +118,22 @@ class CoreStats(msgspec.Struct):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    host_cache_queries: int = 0
+    host_cache_hits: int = 0
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0
+    host_blocks_out: int = 0
+    host_blocks_in: int = 0
+    host_evictions: int = 0
+    host_loads_failed: int = 0
+    disk_cache_hits: int = 0
+    disk_blocks_out: int = 0
+    disk_blocks_in: int = 0
+    disk_failures: int = 0
+    resumed_by_copy: int = 0
+    resumed_by_compute: int = 0
 
 
 class ProfileStatus(msgspec.Struct, omit_defaults=True):
@@ -206,7 +236,8 @@ class StepPlan:
         shared_blocks: in a step of one row per request, with how many of the same blocks all requests begin,
             in every KV group without a window; these are full, and computed before the step. Always 0
             elsewhere: a hint that may be too low.
-        copies: blocks to move between device and host memory; a step may have these and no rows.
+        copies: blocks to move between device and host memory; a step may have these and no rows. One that
+            has neither asks for news of copies: its result waits until one of those under way is through.
     """
 
     step_id: int
@@ -238,7 +269,9 @@ class StepResult:
         prompt_logprobs: per request in plan order, entries of the step's prompt rows, or None.
         pooled: per request in plan order, its text's vector as native float32, or None.
         copies_done: numbers of `BlockCopies` that are through since the last result.
-        copies_failed: numbers of those whose host blocks could not be read or written.
+        copies_failed: numbers of those whose host blocks could not be read or written; they touch no block
+            any more. Every number is named once in either list, also if its step failed (then by a later
+            step's result): until then its blocks stay held.
     """
 
     tokens: np.ndarray
