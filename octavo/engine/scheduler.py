@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.engine.news import News
 from octavo.engine.request import Request, extras_of
 from octavo.kv.manager import NEVER, KVManager
 from octavo.kv.shared_prefix import SharedPrefix
@@ -74,16 +75,13 @@ class Scheduler:
             slots, np.int64
         )  # when the request was served last, of those that take turns
         self._epoch = np.zeros(slots, np.int64)  # grows when a slot changes hands
-        self._streams = np.zeros(slots, bool)
-        self._num_reported = np.zeros(slots, np.int32)  # output tokens that have left the core
-        self._terse = np.zeros(slots, bool)  # streams tokens and nothing else, the first of them told
-        self._ids = [""] * slots
         self._wants_prompt_logprobs = np.zeros(slots, bool)
         self._tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self._stop_uses = np.zeros(limits.vocab_size, np.int32)  # requests in slots that a token ends
         self._by_slot: list[Request | None] = [None] * slots
         self._free_slots = list(range(slots - 1, -1, -1))
         self._shared = SharedPrefix(slots, kv.full_groups)
+        self._news = News(slots)
         self._running = np.zeros(0, np.int64)  # slots, in the requests' order
         self._orders: list[tuple[int, int]] = []  # of the requests in `_running`
         self._waiting: list[tuple[tuple[int, int], Request]] = []
@@ -420,17 +418,7 @@ class Scheduler:
             self._at(slot).metrics.first_token_time = now
             self.stats.prompt_tokens += int(self._prompt_len[slot])
         may_end = (known + 1 >= self._max_total[slots]) | (self._stop_uses[tokens] > 0)
-        outputs: list[CoreOutput] = []
-        terse = self._terse[slots] & ~may_end
-        if terse.any():  # the common case, made short
-            told = slots[terse]
-            self._num_reported[told] += 1
-            ids = self._ids
-            outputs = [
-                CoreOutput(ids[slot], [token])
-                for slot, token in zip(told.tolist(), tokens[terse].tolist(), strict=True)
-            ]
-        news = np.flatnonzero((may_end | self._streams[slots]) & ~terse)
+        outputs, news = self._news.tell(slots, tokens, may_end)
         for slot, token, ending in zip(
             slots[news].tolist(), tokens[news].tolist(), may_end[news].tolist(), strict=True
         ):
@@ -515,10 +503,7 @@ class Scheduler:
         self._prompt_len[slot] = request.prompt_len
         self._max_total[slot] = request.max_total
         self._last_turn[slot] = self._turns
-        self._streams[slot] = core.stream
-        self._num_reported[slot] = request.num_reported
-        self._terse[slot] = False
-        self._ids[slot] = core.request_id
+        self._news.enter(request)
         self._wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
         for token in request.stop_ids:
             self._stop_uses[token] += 1
@@ -540,7 +525,7 @@ class Scheduler:
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot
         request.token_ids = self._tokens[slot, : self._num_known[slot]].copy()
-        request.num_reported = int(self._num_reported[slot])
+        self._news.leave(request)
         self._epoch[slot] += 1
         self._shared.leave(slot)
         self._by_slot[slot] = None
@@ -583,25 +568,9 @@ class Scheduler:
         return output
 
     def _report(self, request: Request) -> CoreOutput:
-        """What is new of a request since the last report."""
         slot = request.slot
-        reported = request.num_reported if slot < 0 else int(self._num_reported[slot])
-        start = request.prompt_len + reported
-        tokens = request.token_ids[start:] if slot < 0 else self._tokens[slot, start : self._num_known[slot]]
-        new = tokens.tolist()
-        output = CoreOutput(request.core.request_id, new, num_cached_tokens=max(request.num_cached, 0))
-        output.pooled = request.pooled
-        if request.core.params.logprobs is not None:
-            output.logprobs, request.logprobs = request.logprobs, []
-        if reported == 0:
-            output.metrics = request.metrics
-            if request.core.params.prompt_logprobs is not None:
-                output.prompt_logprobs = request.prompt_logprobs or None
-        request.num_reported = reported + len(new)
-        if slot >= 0:
-            self._num_reported[slot] = request.num_reported
-            self._terse[slot] = request.core.stream and request.core.params.logprobs is None
-        return output
+        known = request.token_ids if slot < 0 else self._tokens[slot, : self._num_known[slot]]
+        return self._news.report(request, known)
 
     # ---- checks ---------------------------------------------------------------------------------
 
