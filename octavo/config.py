@@ -165,9 +165,15 @@ class EngineConfig:
     )
     kv_offloading_size: float | None = setting(None, "Another name for swap_space.", low=0)
     kv_disk_path: str | None = setting(
-        None, "Folder for KV blocks that leave host memory; it survives a restart."
+        None,
+        "Folder for KV blocks that leave host memory; it survives a restart, and engines may share it. Its "
+        "blocks are as private as the texts they were made from. Needs kv_disk_size and swap_space.",
     )
-    kv_disk_size: float = setting(0, "GiB of KV blocks kept in kv_disk_path.", low=0)
+    kv_disk_size: float = setting(
+        0,
+        "GiB of KV blocks kept in kv_disk_path, whoever wrote them; the least recently used go first.",
+        low=0,
+    )
     cpu_offload_gb: float = setting(0, "GiB of weights kept in host memory.", only=(0,))
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal beginnings.")
     prefix_caching_hash_algo: str = setting(
@@ -248,6 +254,37 @@ class EngineConfig:
             raise ConfigError(
                 f"batch_invariant has an attention of its own, not {self.attention_backend!r}: leave "
                 "attention_backend out"
+            )
+        self._settle_kv_tiers()
+
+    def _settle_kv_tiers(self) -> None:
+        """One value for swap_space under both its names; a disk tier that can work, or none."""
+        other = self.kv_offloading_size
+        if other is not None and self.swap_space not in (0, other):
+            raise ConfigError(
+                f"swap_space={self.swap_space:g} and kv_offloading_size={other:g} are two names of one "
+                "setting: leave one out"
+            )
+        self.swap_space = self.swap_space or other or 0
+        path, size = self.kv_disk_path, self.kv_disk_size
+        if path is None:
+            if size:
+                raise ConfigError(f"kv_disk_size={size:g} needs a folder: give kv_disk_path, or leave it out")
+            return
+        if not size:
+            raise ConfigError(f"kv_disk_path={path!r} needs its size in GiB: give kv_disk_size")
+        if not self.swap_space:
+            raise ConfigError(
+                f"kv_disk_path={path!r} needs swap_space: blocks reach the disk through host memory"
+            )
+        if not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_disk_path={path!r} keeps blocks of the prefix cache: leave enable_prefix_caching on"
+            )
+        if self.prefix_caching_hash_algo.startswith("xxhash"):
+            raise ConfigError(
+                f"prefix_caching_hash_algo={self.prefix_caching_hash_algo!r} can be forged, and kv_disk_path "
+                "is shared: choose sha256 or sha256_cbor"
             )
 
 
