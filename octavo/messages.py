@@ -90,6 +90,14 @@ class CoreOutput(msgspec.Struct, omit_defaults=True, gc=False):  # hundreds a st
     pooled: bytes | None = None
 
 
+class TimeHistogram(msgspec.Struct, array_like=True):
+    """Seconds counted by bucket: `counts[i]` are those above bound i - 1 and up to bound i of
+    `octavo.kv.residency.BOUNDS`, the last those above all bounds; `total` is their sum."""
+
+    counts: list[int] = []
+    total: float = 0.0
+
+
 class CoreStats(msgspec.Struct):
     """Gauges and counters of the engine core; counters only grow.
 
@@ -105,6 +113,12 @@ class CoreStats(msgspec.Struct):
         disk_blocks_out, disk_blocks_in, disk_failures: blocks written, read, and neither for an error.
         resumed_by_copy, resumed_by_compute: preempted requests by how they came back: with blocks copied
             from the host, or with what the device still had and the rest computed.
+
+    Attributes of memory:
+        prefix_cache_evictions: device blocks that lost their key because they were reused.
+        graph_bytes: device memory that recorded steps hold.
+        block_lifetime, block_idle, block_reuse_gap: of sampled blocks, from allocation to eviction, from
+            the last use to eviction, and between uses.
     """
 
     num_running: int = 0
@@ -134,6 +148,11 @@ class CoreStats(msgspec.Struct):
     disk_failures: int = 0
     resumed_by_copy: int = 0
     resumed_by_compute: int = 0
+    prefix_cache_evictions: int = 0
+    graph_bytes: int = 0
+    block_lifetime: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    block_idle: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    block_reuse_gap: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
 
 
 class ProfileStatus(msgspec.Struct, omit_defaults=True):
@@ -151,12 +170,44 @@ class ProfileStatus(msgspec.Struct, omit_defaults=True):
     error: str | None = None
 
 
+class KVMap(msgspec.Struct):
+    """Answer to `DescribeKV`: what each block of the pool is at this moment.
+
+    Attributes:
+        cells: a byte per cell, in the order of block ids: the state (an index into `octavo.kv.map.STATES`)
+            that most blocks of the cell have.
+        blocks_per_cell: blocks that a cell stands for (the last one's may be fewer).
+        num_blocks: blocks of the pool.
+        block_tokens, block_bytes: what one block holds.
+        counts: blocks by state, exact; a block has one state.
+        host_copies: device blocks whose contents are in the host tier too.
+        host_cells, host_blocks_per_cell, host_blocks: the same of the host tier's slots: 1 where most hold
+            a block, else 0; empty without a host tier.
+        num_running, num_waiting: requests.
+    """
+
+    cells: bytes
+    blocks_per_cell: int
+    num_blocks: int
+    block_tokens: int
+    block_bytes: int
+    counts: dict[str, int]
+    host_copies: int = 0
+    host_cells: bytes = b""
+    host_blocks_per_cell: int = 1
+    host_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+
 class CoreOutputs(msgspec.Struct, tag="outputs", omit_defaults=True):
-    """Everything a step (or a batch of them) has to report; `profile` answers a profile's message."""
+    """Everything a step (or a batch of them) has to report; `profile` answers a profile's message, `kv_map`
+    a `DescribeKV`."""
 
     outputs: list[CoreOutput]
     stats: CoreStats
     profile: ProfileStatus | None = None
+    kv_map: KVMap | None = None
 
 
 @dataclass
@@ -301,6 +352,7 @@ class ModelFacts:
         num_host_blocks: slots of the host tier, each for one block (0: there is none).
         host_copy_rate: bytes per second that blocks are copied at between host and device, measured at start.
         prefill_rate: tokens per second that a long prompt is computed at, measured or estimated at start.
+        memory: bytes by what holds them, as measured after loading (`octavo.planning.ledger.KINDS`).
     """
 
     max_model_len: int
@@ -316,6 +368,7 @@ class ModelFacts:
     num_host_blocks: int = 0
     host_copy_rate: float = 0.0
     prefill_rate: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def kv_capacity(self) -> int:
@@ -347,11 +400,17 @@ class StopProfile(msgspec.Struct, tag="stop_profile"):
     """Front end to core: end the profile and write it."""
 
 
+class DescribeKV(msgspec.Struct, tag="describe_kv"):
+    """Front end to core: tell what the blocks of the KV pool are, in at most `cells` cells."""
+
+    cells: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Front end to core: free everything and return."""
 
 
-ToCore = AddRequests | AbortRequests | ResetPrefixCache | StartProfile | StopProfile | Shutdown
+ToCore = AddRequests | AbortRequests | ResetPrefixCache | StartProfile | StopProfile | DescribeKV | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):
