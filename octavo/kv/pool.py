@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from octavo.kv.residency import Residency
+
 
 class BlockPool:
     """Reference-counted block ids `0 .. num_blocks - 1`, shared by all KV groups.
@@ -24,6 +26,8 @@ class BlockPool:
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
         self.num_free = num_blocks
+        self.evictions = 0  # keys lost to reuse, since the start
+        self.residency = Residency(num_blocks)
 
     @property
     def num_used(self) -> int:
@@ -45,15 +49,19 @@ class BlockPool:
             blocks.append(block)
             self._refs[block] = 1
             if self._keys[block] is not None:
+                self.evictions += 1
+                self.residency.evicted(block)
                 self.forget(block)
             block = following[block]
         following[sentinel] = block
         self._prev[block] = sentinel
         self.num_free -= count
+        self.residency.allocated(blocks)
         return blocks
 
-    def acquire(self, blocks: Iterable[int]) -> None:
+    def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to blocks that were found by key (or are held already)."""
+        self.residency.hit(blocks)
         for block in blocks:
             if self._refs[block] == 0:
                 self._unlink(block)
@@ -68,6 +76,7 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._link(block)
+        self.residency.released(blocks)
 
     def find(self, group: int, key: bytes) -> int | None:
         """The block that holds `key` of a KV group, free or not."""
@@ -107,6 +116,10 @@ class BlockPool:
         """Drop all keys: nothing is found any more."""
         self._by_key.clear()
         self._keys = [None] * self.num_blocks
+
+    def holders(self) -> tuple[Sequence[int], Sequence[tuple[int, bytes] | None]]:
+        """By block: how many hold it, and the (group, key) that it can be found by. Not copies."""
+        return self._refs, self._keys
 
     def num_cached(self) -> int:
         """Blocks that can be found by key."""
