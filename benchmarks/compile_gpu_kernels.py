@@ -298,6 +298,7 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         (128, 4096, 4096, None, (128, 64, 4, 8, 4, 32)),
         (128, 4096, 4096, None, (64, 64, 4, 8, 2, 32, False)),
         (17, 577, 1531, None, (32, 128, 4, 4, 1, 32)),
+        (3, 64, 1, None, (16, 64, 3, 4, 1, 32)),  # Triton makes a size of 1 a constant
     ]:
         product = functools.partial(
             skinny_linear.skinny_linear,

@@ -100,7 +100,7 @@ def _skinny_linear_kernel(
     live = out_at < size_out
     # Beyond the last output the last one is read again, and not stored: loads without a mask.
     weight_at = weight_ptr + tl.minimum(out_at, size_out - 1).to(tl.int64) * weight_row
-    up_offset = size_out.to(tl.int64) * weight_row
+    up_offset = tl.cast(size_out, tl.int64) * weight_row  # may be the constant 1
     if OVERLAP:
         if (prefetch > 0) & (tl.program_id(0) == 0):
             lane = tl.arange(0, BLOCK_OUT * PIECES)
