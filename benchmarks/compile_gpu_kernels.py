@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from compile_only import compile_only
@@ -27,6 +28,7 @@ from compile_only import compile_only
 from octavo.kernels.triton import (
     activation,
     attention,
+    block_copy,
     cascade,
     invariant_attention,
     invariant_linear,
@@ -309,6 +311,12 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             skinny_linear.SkinnyConfig(*cut),
         )
         found.append((f"skinny_linear {rows} x {size_in} to {size_out} {act or ''} {cut}", product))
+    for piece in (65536, 12288, 24):
+        pages = [torch.empty(2, piece, dtype=torch.uint8) for _ in range(4)]
+        copier = block_copy.KernelBlockCopier(pages, torch.empty(2, 4, piece, dtype=torch.uint8))
+        ids = np.zeros(2, np.int32)
+        found.append((f"block_copy out {piece}", functools.partial(copier.out, ids, ids)))
+        found.append((f"block_copy into {piece}", functools.partial(copier.into, ids, ids)))
     for dtype in (bf16, f32):
         for tile in invariant_linear.all_tiles(dtype):
             shape = (torch.empty(70, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
