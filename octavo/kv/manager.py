@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from octavo.kv.capacity import blocks_of, blocks_passed, most_blocks, passed_at
 from octavo.kv.format import KVGroup
 from octavo.kv.keys import BlockHasher, ExtraKeys
+from octavo.kv.offloading import Offloading, TierRates, Waiter
 from octavo.kv.pool import BlockPool
+from octavo.kv.tiers import BlockStore
 
 NULL = -1  # a table's entry whose block has been freed, or was never held: no later row reads it
 NEVER = np.iinfo(np.int32).max
+_Find = Callable[[int, bytes], "int | None"]
 
 
 @dataclass
@@ -23,7 +27,7 @@ class Sequence:
 
     The first `num_passed` entries of a group's table are null: they lie wholly before the window of
     every row to come. `keys` covers full blocks whose tokens are known; the first `num_registered` of
-    them have been offered to the pool.
+    them have been offered to the pool, or will be once the copies are through that `waiter` waits for.
     """
 
     extras: ExtraKeys
@@ -31,6 +35,8 @@ class Sequence:
     num_passed: list[int]
     keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
+    waiter: Waiter = field(default_factory=Waiter)
+    looked_on_disk: bool = False  # once is enough until it has run
 
     def held(self) -> list[list[int]]:
         """The blocks of each group's table, without the null entries."""
@@ -39,11 +45,17 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Blocks that hold a request's beginning: per group `num_blocks` entries, as in its table."""
+    """Blocks that hold a request's beginning: per group `num_blocks` entries, as in its table.
+
+    `held` are the entries behind the first `num_passed`: blocks of the pool, or `-2 - slot` for one of the
+    host tier, `num_loads` of them, which needs a block yet. The first `on_device` blocks need no copy.
+    """
 
     num_blocks: int
     num_passed: list[int]
     held: list[list[int]]
+    num_loads: int = 0
+    on_device: int = 0
 
 
 class KVManager:
@@ -56,11 +68,34 @@ class KVManager:
     been scheduled before any step that could read it.
     """
 
-    def __init__(self, groups: list[KVGroup], num_blocks: int, hasher: BlockHasher | None):
+    def __init__(
+        self,
+        groups: list[KVGroup],
+        num_blocks: int,
+        hasher: BlockHasher | None,
+        num_host_blocks: int = 0,
+        rates: TierRates | None = None,
+        store: BlockStore | None = None,
+    ):
+        """
+        Args:
+            hasher: computes the keys of blocks; None: requests share nothing.
+            num_host_blocks: slots of the host tier. Without `hasher` it serves preempted requests alone, by
+                keys that are each one's own.
+            rates: needed with a host tier.
+            store: the tier behind it.
+        """
         self.groups = groups
         self.block_size = groups[0].format.block_size
         self.pool = BlockPool(num_blocks)
+        self.shares = hasher is not None  # whether requests find each other's blocks
+        self.offloading: Offloading | None = None
+        if num_host_blocks:
+            assert rates is not None
+            self.offloading = Offloading(self.pool, num_host_blocks, rates, store, private=hasher is None)
+            hasher = hasher or BlockHasher("sha256", os.urandom(32), self.block_size)
         self.hasher = hasher
+        self._num_sequences = 0
         self._keeps_all = [group.sliding_window is None for group in groups]
         self._full = [g for g, group in enumerate(groups) if group.sliding_window is None]
         self._windows = [(g, w) for g, group in enumerate(groups) if (w := group.sliding_window) is not None]
@@ -78,6 +113,9 @@ class KVManager:
 
     def new_sequence(self, extras: ExtraKeys) -> Sequence:
         """An empty table."""
+        if self.hasher is not None and not self.shares:  # keys that nobody else has: the root is random
+            self._num_sequences += 1
+            extras = replace(extras, cache_salt=str(self._num_sequences))
         return Sequence(extras, [[] for _ in self.groups], [0] * len(self.groups))
 
     # ---- prefixes -------------------------------------------------------------------------------
@@ -86,20 +124,69 @@ class KVManager:
         """Nothing found."""
         return Prefix(0, [0] * len(self.groups), [[] for _ in self.groups])
 
-    def find_prefix(self, seq: Sequence, token_ids: np.ndarray) -> Prefix:
+    def find_prefix(self, seq: Sequence, token_ids: np.ndarray, busy: bool = False) -> Prefix:
         """The longest known beginning of `token_ids` that lets the rows after it be computed.
 
         Full attention needs all of its blocks, a window those that the next row sees. At least the
-        last token is left to compute, since its logits are needed.
+        last token is left to compute, since its logits are needed. What the host tier has beside the pool
+        counts if copying it is quicker than computing (`Offloading.worth`; `busy` as there).
         """
         if self.hasher is None:
             return self.no_prefix()
-        full = self._find_full(seq, token_ids, (len(token_ids) - 1) // self.block_size)
+        if self.offloading is None:
+            return self._longest(seq, token_ids, self.pool.find)
+        prefix = self._longest(seq, token_ids, self._find_near)
+        loads = sum(entry < NULL for blocks in prefix.held for entry in blocks)
+        if not loads:
+            return prefix
+        alone = self._longest(seq, token_ids, self._find_without_copy)
+        tokens = (prefix.num_blocks - alone.num_blocks) * self.block_size
+        if not self.offloading.worth(loads, tokens, busy):
+            return alone
+        return replace(prefix, num_loads=loads, on_device=alone.num_blocks)
+
+    def fetch(self, seq: Sequence, token_ids: np.ndarray) -> int:
+        """Begin to read from disk what makes the known beginning longer; returns how many blocks."""
+        offloading = self.offloading
+        if offloading is None or not offloading.has_store or seq.looked_on_disk or self.hasher is None:
+            return 0
+        seq.looked_on_disk = True
+        near = self._longest(seq, token_ids, self._find_near)
+        far = self._longest(seq, token_ids, self._find_anywhere)
+        if far.num_blocks <= near.num_blocks:
+            return 0
+        wanted = [
+            (group, seq.keys[i])
+            for group, (passed, blocks) in enumerate(zip(far.num_passed, far.held, strict=True))
+            for i, entry in enumerate(blocks, passed)
+            if entry < NULL
+        ]
+        return offloading.fetch(seq.waiter, wanted)
+
+    def _find_near(self, group: int, key: bytes) -> int | None:
+        """As in `Prefix.held`: in the pool, on its way there, or in the host tier."""
+        assert self.offloading is not None
+        block = self.pool.find(group, key)
+        return self.offloading.find(group, key) if block is None else block
+
+    def _find_without_copy(self, group: int, key: bytes) -> int | None:
+        found = self._find_near(group, key)
+        return None if found is None or found < NULL else found
+
+    def _find_anywhere(self, group: int, key: bytes) -> int | None:
+        """As `_find_near`; what only the disk has is a number below `NULL` as well."""
+        assert self.offloading is not None
+        found = self._find_near(group, key)
+        return NULL - 1 if found is None and self.offloading.stored(group, key) else found
+
+    def _longest(self, seq: Sequence, token_ids: np.ndarray, find: _Find) -> Prefix:
+        assert self.hasher is not None
+        full = self._find_full(seq, token_ids, (len(token_ids) - 1) // self.block_size, find)
         if not self._windows:
-            return Prefix(len(full[0]), [0] * len(full), full)
+            return Prefix(len(full[0]), [0] * len(full), full, on_device=len(full[0]))
         most = len(full[0]) if full else (len(token_ids) - 1) // self.block_size
         self.hasher.extend(seq.keys, token_ids, most, seq.extras)
-        length, seen = self._find_windows(seq.keys, most)
+        length, seen = self._find_windows(seq.keys, most, find)
         num_passed = [0] * len(self.groups)
         held: list[list[int]] = [[] for _ in self.groups]
         for g, blocks in zip(self._full, full, strict=True):
@@ -107,22 +194,24 @@ class KVManager:
         for g, window in self._windows:
             num_passed[g] = first = blocks_passed(length * self.block_size, window, self.block_size)
             held[g] = [seen[g][i] for i in range(first, length)]
-        return Prefix(length, num_passed, held)
+        return Prefix(length, num_passed, held, on_device=length)
 
-    def _find_full(self, seq: Sequence, token_ids: np.ndarray, most: int) -> list[list[int]]:
+    def _find_full(self, seq: Sequence, token_ids: np.ndarray, most: int, find: _Find) -> list[list[int]]:
         """Per full-attention group, the blocks up to the first that one of them misses."""
         found: list[list[int]] = [[] for _ in self._full]
         assert self.hasher is not None
         for i in range(most if found else 0):
             self.hasher.extend(seq.keys, token_ids, i + 1, seq.extras)  # no further than the hits reach
-            blocks = [self.pool.find(g, seq.keys[i]) for g in self._full]
+            blocks = [find(g, seq.keys[i]) for g in self._full]
             if None in blocks:
                 break
             for table, block in zip(found, blocks, strict=True):
                 table.append(block)  # type: ignore[arg-type]
         return found
 
-    def _find_windows(self, keys: Items[bytes], most: int) -> tuple[int, dict[int, dict[int, int]]]:
+    def _find_windows(
+        self, keys: Items[bytes], most: int, find: _Find
+    ) -> tuple[int, dict[int, dict[int, int]]]:
         """The longest beginning of at most `most` blocks whose last blocks every window's group holds.
 
         Searched from the end: a block that one group misses and needs ends the beginning before it, and
@@ -136,7 +225,7 @@ class KVManager:
             i -= 1
             for g in seen:
                 if first[g] <= i:
-                    block = self.pool.find(g, keys[i])
+                    block = find(g, keys[i])
                     if block is None:
                         length = i
                         first = self._firsts_seen(length)
@@ -156,16 +245,46 @@ class KVManager:
         }
 
     def num_free_after(self, prefix: Prefix) -> int:
-        """Free blocks left once those of `prefix` are taken (some of them are free, but cached)."""
-        return self.pool.num_free - sum(self.pool.count_free(blocks) for blocks in prefix.held)
+        """Free blocks left once those of `prefix` are taken (some of them are free, but cached), and those
+        that its copies fill."""
+        held = prefix.held if not prefix.num_loads else [[b for b in h if b >= 0] for h in prefix.held]
+        return self.pool.num_free - sum(self.pool.count_free(blocks) for blocks in held) - prefix.num_loads
 
     def adopt(self, seq: Sequence, prefix: Prefix) -> None:
-        """Put blocks found by key at the head of an empty table."""
-        for table, passed, blocks in zip(seq.tables, prefix.num_passed, prefix.held, strict=True):
+        """Put blocks found by key at the head of an empty table, and begin to copy what the host tier has.
+
+        No row may be computed before `seq.waiter` waits for nothing, and none at all if it has failed then.
+        """
+        offloading = self.offloading
+        held = prefix.held
+        if prefix.num_loads:
+            held = [[block for block in blocks if block >= 0] for blocks in held]
+        for blocks in held:
             self.pool.acquire(blocks)
+        if prefix.num_loads:
+            held = self._load(seq, prefix)
+        for table, passed, blocks in zip(seq.tables, prefix.num_passed, held, strict=True):
             table.extend([NULL] * passed + blocks)
         seq.num_passed = list(prefix.num_passed)
         seq.num_registered = prefix.num_blocks
+        if offloading is not None:
+            places = ((g, i) for g, n in enumerate(prefix.num_passed) for i in range(n, prefix.num_blocks))
+            offloading.join(seq.waiter, ((g, seq.keys[i]) for g, i in places))
+
+    def _load(self, seq: Sequence, prefix: Prefix) -> list[list[int]]:
+        """Blocks per group, those of the host tier replaced by new ones that copies under way fill."""
+        assert self.offloading is not None
+        new = iter(self.pool.allocate(prefix.num_loads))
+        entries, slots, blocks, held = [], [], [], []
+        for group, (passed, found) in enumerate(zip(prefix.num_passed, prefix.held, strict=True)):
+            held.append([next(new) if entry < NULL else entry for entry in found])
+            for i, (entry, block) in enumerate(zip(found, held[-1], strict=True), passed):
+                if entry < NULL:
+                    entries.append((group, seq.keys[i]))
+                    slots.append(-2 - entry)
+                    blocks.append(block)
+        self.offloading.load(seq.waiter, entries, slots, blocks)
+        return held
 
     # ---- growing and freeing --------------------------------------------------------------------
 
@@ -259,6 +378,15 @@ class KVManager:
             table.clear()
             seq.num_passed[g] = 0
         seq.num_registered = 0
+        seq.looked_on_disk = False
+        seq.waiter = Waiter()
+
+    def end(self, seq: Sequence) -> None:
+        """A request that holds no blocks any more is done: keys that were its own are forgotten."""
+        if self.offloading is not None and not self.shares:
+            for group in range(len(self.groups)):
+                for key in seq.keys:
+                    self.offloading.forget((group, key))
 
     # ---- keys -----------------------------------------------------------------------------------
 
@@ -295,6 +423,14 @@ class KVManager:
             if registered >= step:
                 self.pool.forget(block)
         self._recent = [entry for entry in self._recent if entry[0] < step]
+        if self.offloading is not None:
+            self.offloading.roll_back(step)
+
+    def reset_cache(self) -> None:
+        """Forget all cached blocks, of the pool and of the host tier."""
+        self.pool.reset_cache()
+        if self.offloading is not None:
+            self.offloading.reset()
 
     # ---- checks ---------------------------------------------------------------------------------
 
@@ -314,4 +450,8 @@ class KVManager:
                 window = group.sliding_window
                 most = 0 if window is None else blocks_passed(num_computed, window, self.block_size)
                 assert passed <= most, "a block was freed that a row will read"
-        self.pool.check(blocks for seq, _ in running for blocks in seq.held())
+        tables = [blocks for seq, _ in running for blocks in seq.held()]
+        if self.offloading is not None:
+            self.offloading.check()
+            tables += self.offloading.held_blocks()
+        self.pool.check(tables)

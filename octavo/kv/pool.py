@@ -28,6 +28,8 @@ class BlockPool:
         self.num_free = num_blocks
         self.evictions = 0  # keys lost to reuse, since the start
         self.residency = Residency(num_blocks)
+        # What reused blocks carried, for a tier that wants to keep it; whoever sets the list empties it.
+        self.evicted: list[tuple[int, tuple[int, bytes]]] | None = None
 
     @property
     def num_used(self) -> int:
@@ -48,10 +50,13 @@ class BlockPool:
         for _ in range(count):
             blocks.append(block)
             self._refs[block] = 1
-            if self._keys[block] is not None:
+            entry = self._keys[block]
+            if entry is not None:
                 self.evictions += 1
                 self.residency.evicted(block)
                 self.forget(block)
+                if self.evicted is not None:
+                    self.evicted.append((block, entry))
             block = following[block]
         following[sentinel] = block
         self._prev[block] = sentinel
@@ -62,6 +67,10 @@ class BlockPool:
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to blocks that were found by key (or are held already)."""
         self.residency.hit(blocks)
+        self.hold(blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a reference to blocks that a copy will read: a fence, not a use."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._unlink(block)
@@ -77,6 +86,37 @@ class BlockPool:
             if self._refs[block] == 0:
                 self._link(block)
         self.residency.released(blocks)
+
+    def unhold(self, blocks: Sequence[int]) -> None:
+        """Give up one reference of each block; those that nobody else holds are reused next, in this order.
+
+        Blocks without a key stay before them.
+        """
+        before = self.num_blocks
+        while (after := self._next[before]) != self.num_blocks and self._keys[after] is None:
+            before = after
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                if self._keys[block] is not None:
+                    self._insert(before, block)
+                else:
+                    self._link(block)
+                    if before == self.num_blocks:
+                        before = block
+
+    def next_reused(self, count: int) -> list[int]:
+        """The next blocks that `allocate` would take, at most `count`."""
+        blocks: list[int] = []
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks and len(blocks) < count:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+    def entry_of(self, block: int) -> tuple[int, bytes] | None:
+        """KV group and key that a block carries."""
+        return self._keys[block]
 
     def find(self, group: int, key: bytes) -> int | None:
         """The block that holds `key` of a KV group, free or not."""
@@ -98,9 +138,7 @@ class BlockPool:
         if owner is not None:
             if self._refs[owner]:
                 return False
-            self._unlink(owner)
-            self.forget(owner)
-            self._link(owner)
+            self.discard(owner)
         self._by_key[entry] = block
         self._keys[block] = entry
         return True
@@ -111,6 +149,15 @@ class BlockPool:
         if entry is not None:
             del self._by_key[entry]
             self._keys[block] = None
+
+    def discard(self, block: int) -> None:
+        """Drop a block's key; if nobody holds the block, it is reused first."""
+        free = not self._refs[block]
+        if free:
+            self._unlink(block)
+        self.forget(block)
+        if free:
+            self._link(block)
 
     def reset_cache(self) -> None:
         """Drop all keys: nothing is found any more."""
@@ -133,9 +180,13 @@ class BlockPool:
     def _link(self, block: int) -> None:
         sentinel = self.num_blocks
         if self._keys[block] is None:  # nobody can find it: reuse it first
-            before, after = sentinel, self._next[sentinel]
+            before = sentinel
         else:
-            before, after = self._prev[sentinel], sentinel
+            before = self._prev[sentinel]
+        self._insert(before, block)
+
+    def _insert(self, before: int, block: int) -> None:
+        after = self._next[before]
         self._prev[block], self._next[block] = before, after
         self._next[before] = self._prev[after] = block
         self.num_free += 1
