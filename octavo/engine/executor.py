@@ -36,16 +36,28 @@ class UniprocExecutor(Executor):
     """One worker on the caller's thread."""
 
     def __init__(self, config: EngineConfig):
-        from octavo.worker.worker import Worker  # the workers' side is heavy to import
+        from octavo.worker.kernel_compiler import start_compiler
 
-        self._worker = Worker(config)
+        self._compiler = start_compiler(config)
+        try:
+            from octavo.worker.worker import Worker  # the workers' side is heavy to import
+
+            self._worker = Worker(config, self._compiler)
+        except BaseException:
+            self._close_compiler()
+            raise
         self.facts = self._worker.facts
 
     def execute(self, plan: StepPlan) -> PendingStep:
         return self._worker.execute(plan)
 
     def close(self) -> None:
+        self._close_compiler()
         self._worker.close()
+
+    def _close_compiler(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
 
 
 class EncoderExecutor:

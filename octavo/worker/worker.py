@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,15 +29,17 @@ from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
-from octavo.models.locate import configured_model
+from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling_config import pooling_settings
 from octavo.sampling_params import SamplingParams
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
+from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.pooling_runner import LaunchedPooling, PoolingRunner
+from octavo.worker.pretended_gpu import gpu_facts
 from octavo.worker.weight_bytes import step_weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -50,32 +54,19 @@ class Worker:
 
     facts: ModelFacts
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, compiler: KernelCompiler | None = None):
         begin = time.perf_counter()
-        self.config = config
-        self.device = choose_device(config.device)
+        device = choose_device(config.device)
+        hashing: threading.Thread | None = None
+        if device.type == "cuda":
+            hashing = threading.Thread(target=_prepare_triton, name="octavo-triton")
+            hashing.start()
+            if compiler is not None:
+                compiler.begin(gpu_facts(device))
+        elif compiler is not None:
+            compiler.close()
+        source, wanted, build = self._settle(config, device)
         threads = set_threads(config, self.device)
-        source = configured_model(config)
-        self.model_config = load_model_config(source, config.model_impl)
-        self.pooling = pooling_settings(config, source, self.model_config)
-        check_batch_invariant(config, self.device, self.model_config, self.pooling is not None)
-        self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
-        self.quantization = choose_quantization(config.quantization, source, config.load_format, self.device)
-        wanted = self._wanted_length(self.model_config)
-        self.max_num_batched_tokens = config.max_num_batched_tokens or (
-            8192 if self.device.type == "cuda" else 2048
-        )
-        build = partial(
-            build_model,
-            self.model_config,
-            dtype=DTYPES[self.dtype],
-            attention_backend=config.attention_backend,
-            max_model_len=wanted,
-            block_size=config.block_size,
-            quantization=self.quantization,
-            batch_invariant=config.batch_invariant,
-            with_head=self.pooling is None,
-        )
         self._check_size(build)
         try:
             self.model = build(device=self.device)
@@ -94,6 +85,11 @@ class Worker:
                 f"the weights of {source.name} do not fit on {self.device}: {str(error).splitlines()[0]}"
             ) from None
         loaded = time.perf_counter()
+        if hashing is not None:
+            hashing.join()
+            if compiler is not None:
+                compiler.wait()
+        compiled = time.perf_counter()
         self.groups: list[KVGroup] = self.model.kv_groups()
         self._size_cache(wanted)
         # The context's length enters only where the rotation depends on it, so that a restart with
@@ -123,9 +119,39 @@ class Worker:
                 "kv cache": describe_pool(self.groups, self.facts.num_blocks),
                 "decode steps": self._describe_decoding(),
                 "loading": f"{loaded - begin:.2f} s",
-                "profile and cache": f"{ready - loaded:.2f} s",
+                **({} if compiler is None else {"kernels": f"{compiled - loaded:.2f} s"}),
+                "profile and cache": f"{ready - compiled:.2f} s",
             },
         )
+
+    def _settle(
+        self, config: EngineConfig, device: torch.device
+    ) -> tuple[ModelSource, int, Callable[..., CausalLM]]:
+        """Find out what is to be built: the model's files, the context to build for, and what builds it."""
+        self.config = config
+        self.device = device
+        source = configured_model(config)
+        self.model_config = load_model_config(source, config.model_impl)
+        self.pooling = pooling_settings(config, source, self.model_config)
+        check_batch_invariant(config, self.device, self.model_config, self.pooling is not None)
+        self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
+        self.quantization = choose_quantization(config.quantization, source, config.load_format, self.device)
+        wanted = self._wanted_length(self.model_config)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (
+            8192 if self.device.type == "cuda" else 2048
+        )
+        build = partial(
+            build_model,
+            self.model_config,
+            dtype=DTYPES[self.dtype],
+            attention_backend=config.attention_backend,
+            max_model_len=wanted,
+            block_size=config.block_size,
+            quantization=self.quantization,
+            batch_invariant=config.batch_invariant,
+            with_head=self.pooling is None,
+        )
+        return source, wanted, build
 
     def _describe_decoding(self) -> str:
         if self.runner.recorded is not None:
@@ -255,19 +281,12 @@ class Worker:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         rows = self.max_num_batched_tokens
-        requests = min(self.config.max_num_seqs, rows)
-        counts = np.full(requests, rows // requests, np.int32)
-        counts[: rows % requests] += 1
-        counts = np.minimum(counts, length - 1)
-        per_request = [-(-int(c) // self.config.block_size) for c in counts]
-        firsts = np.concatenate(([0], np.cumsum(per_request)))
-        runner = self._make_runner(int(firsts[-1]), length)
-        kv_bytes = int(firsts[-1]) * page_bytes(self.groups)
+        plan, blocks = self.largest_step(length)
+        runner = self._make_runner(blocks, length)
+        kv_bytes = blocks * page_bytes(self.groups)
         torch.cuda.reset_peak_memory_stats(self.device)
-        # top_p and penalties are the sampling that needs most memory.
-        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=1)
         try:
-            runner.execute(self._profile_plan(counts, firsts, params)).wait()
+            runner.execute(plan).wait()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of max_num_batched_tokens={rows} tokens does not fit on {self.device}: "
@@ -280,17 +299,41 @@ class Worker:
         # Fragmentation and libraries' workspaces are not in PyTorch's count: a twentieth and 256 MiB.
         return int((peak - before - kv_bytes) * 1.05) + (256 << 20)
 
-    def _profile_plan(self, counts: np.ndarray, firsts: np.ndarray, params: SamplingParams) -> StepPlan:
+    def largest_step(self, length: int) -> tuple[StepPlan, int]:
+        """The step that needs most memory, and how many KV blocks it uses.
+
+        Args:
+            length: tokens of the longest context.
+        """
+        rows = self.max_num_batched_tokens
+        requests = min(self.config.max_num_seqs, rows)
+        counts = np.full(requests, rows // requests, np.int32)
+        counts[: rows % requests] += 1
+        # top_p and penalties are the sampling that needs most memory.
+        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=1)
+        return self.first_step(np.minimum(counts, length - 1), params)
+
+    def first_step(
+        self, num_rows: np.ndarray, params: SamplingParams, num_computed: int = 0
+    ) -> tuple[StepPlan, int]:
+        """A step that admits requests and ends their prompts, and how many KV blocks it uses.
+
+        Args:
+            num_rows: int32 `[n]`, rows of each.
+            params: of all.
+            num_computed: tokens of each that the cache is taken to hold.
+        """
         none = np.zeros(0, np.int32)
-        n = len(counts)
-        return StepPlan(
+        n, tokens = len(num_rows), num_rows + num_computed
+        firsts = np.concatenate(([0], np.cumsum(-(-tokens // self.config.block_size))))
+        plan = StepPlan(
             step_id=0,
             admissions=[
                 Admission(
                     slot=i,
-                    token_ids=np.zeros(int(counts[i]), np.int32),
-                    prompt_len=int(counts[i]),
-                    num_computed=0,
+                    token_ids=np.zeros(int(tokens[i]), np.int32),
+                    prompt_len=int(tokens[i]),
+                    num_computed=num_computed,
                     block_ids=[list(range(int(firsts[i]), int(firsts[i + 1]))) for _ in self.groups],
                     params=params,
                     seed=i,
@@ -301,10 +344,11 @@ class Worker:
             ],
             block_updates=[BlockUpdate(none, none, none) for _ in self.groups],
             slots=np.arange(n, dtype=np.int32),
-            num_rows=counts,
-            start=np.zeros(n, np.int32),
+            num_rows=num_rows,
+            start=np.full(n, num_computed, np.int32),
             samples=np.ones(n, bool),
         )
+        return plan, int(firsts[-1])
 
     def _describe_architecture(self) -> str:
         model = self.model_config
@@ -322,3 +366,11 @@ class Worker:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
         return f"cpu ({threads} threads)"
+
+
+def _prepare_triton() -> None:
+    """What Triton does before its first kernel, beside other work."""
+    with contextlib.suppress(ImportError):  # the kernels then are PyTorch's; `octavo.kernels.ops` says so
+        from octavo.kernels.triton.compile_pool import prepare_compiler
+
+        prepare_compiler()

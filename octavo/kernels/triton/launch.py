@@ -7,8 +7,10 @@ specializes on (dtypes, 16-byte alignment of pointers, values of integers, const
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -51,6 +53,34 @@ def prefetch_l2(at, size):
     )  # fmt: skip
 
 
+Instead = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+_instead: Instead | None = None
+
+
+@contextlib.contextmanager
+def instead_of_launches(take: Instead) -> Iterator[None]:
+    """In this context kernels are not launched: `take(kernel, arguments, options)` gets what would be, each
+    time that a launcher meets a variant for the first time. Options are `num_warps` and Triton's others."""
+    global _instead
+    _instead = take
+    try:
+        yield
+    finally:
+        _instead = None
+        for launcher in Launcher.all:
+            launcher.forget_taken()
+
+
+class _Taken:
+    """In the place of a compiled kernel: launches nothing."""
+
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+        return lambda *args: None
+
+
+_TAKEN = _Taken()
+
+
 class Launcher:
     """One kernel with its compiled variants.
 
@@ -65,11 +95,14 @@ class Launcher:
     `options` are Triton's for compilation (`enable_fp_fusion`, …).
     """
 
+    all: ClassVar[list[Launcher]] = []
+
     def __init__(self, kernel: Any, overlap: bool = False, **options: Any):
         self.kernel = kernel
         self.overlap = overlap
         self.options = options
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        Launcher.all.append(self)
 
     def __call__(
         self,
@@ -95,10 +128,18 @@ class Launcher:
         if compiled is not None:
             compiled[grid](*tensors, *integers, *scalars, *constants)
             return
-        options = dict(self.options)
+        options = {"num_warps": num_warps, **self.options}
         if self.overlap and overlaps(device):
             options["launch_pdl"] = True
         args = (*tensors, *integers, *scalars, *constants)
-        compiled = self.kernel[grid](*args, num_warps=num_warps, **options)
+        if _instead is not None:
+            _instead(self.kernel, args, options)
+            self._compiled[key] = _TAKEN
+            return
+        compiled = self.kernel[grid](*args, **options)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._compiled[key] = compiled
+
+    def forget_taken(self) -> None:
+        """Forget the variants that `instead_of_launches` took."""
+        self._compiled = {key: kernel for key, kernel in self._compiled.items() if kernel is not _TAKEN}
