@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 from octavo.kernels.cpu import ops, quant
-from octavo.kernels.reference_quant import PlainMatrix, QuantizedMatrix
+from octavo.kernels.reference_quant import BLOCK, PlainMatrix, QuantFormat, QuantizedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -34,3 +35,12 @@ def make_matrix(parts: list[QuantizedMatrix], columns: int) -> Matrix:
         return quant.PackedMatrix(parts, columns)
     _announce()
     return PlainMatrix(parts, columns)
+
+
+def matrix_bytes(parts: Sequence[tuple[int, QuantFormat]], columns: int) -> int:
+    """Bytes of what `make_matrix` makes of parts of so many rows, each in its format."""
+    padded = -(-columns // BLOCK) * BLOCK
+    if has_kernels():
+        return sum(quant.packed_bytes(rows, form, padded) for rows, form in parts)
+    scales = sum(rows * (padded // form.group) * (1 + form.has_minimum) for rows, form in parts)
+    return sum(rows for rows, _ in parts) * padded + 2 * scales

@@ -38,16 +38,13 @@ def hf_name(name: str, family: GGUFFamily) -> str | None:
     return f"{TOP_NAMES[stem]}.{kind}" if stem in TOP_NAMES else None
 
 
-def gguf_weights(
-    file: GGUFFile, config: ModelConfig, targets: Targets, dtype: torch.dtype, device: torch.device
-) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
-    """Total elements, and the weights one by one in `dtype` on `device`.
+def named_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
+    """The tensors that are loaded, by their Hugging Face names.
 
-    A matrix in one of the encodings that its target takes comes as a `QuantizedTensor` instead.
     Where a tied model's file stores its one matrix twice, the copy of more bits serves for both ends.
 
     Raises:
-        ModelError: missing, misshapen or unknown tensors, or an encoding that cannot be decoded.
+        ModelError: a tensor that the family doesn't know.
     """
     family = FAMILIES[file.architecture]
     by_name: dict[str, GGUFTensor] = {}
@@ -64,6 +61,22 @@ def gguf_weights(
     if config.tie_word_embeddings and (output := by_name.pop("lm_head.weight", None)) is not None:
         if output.nbytes > by_name["model.embed_tokens.weight"].nbytes:
             by_name["model.embed_tokens.weight"] = output
+    return by_name
+
+
+def gguf_weights(
+    file: GGUFFile, config: ModelConfig, targets: Targets, dtype: torch.dtype, device: torch.device
+) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+    """Total elements, and the weights one by one in `dtype` on `device`.
+
+    A matrix in one of the encodings that its target takes comes as a `QuantizedTensor` instead, or in its own
+    type where that is one of floats.
+
+    Raises:
+        ModelError: missing, misshapen or unknown tensors, or an encoding that cannot be decoded.
+    """
+    by_name = named_tensors(file, config)
+    family = FAMILIES[file.architecture]
     shapes = {name: tensor.shape for name, tensor in by_name.items()}
     names = check_tensors(shapes, targets, file.path, config.architecture)
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.permuted else {}

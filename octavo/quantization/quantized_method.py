@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -15,10 +16,10 @@ from torch import nn
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels import ops, quant_ops
 from octavo.kernels.cpu import quant
-from octavo.kernels.reference_quant import BLOCK, INT8, QuantizedMatrix, quantize_int8
+from octavo.kernels.reference_quant import BLOCK, INT8, QuantFormat, QuantizedMatrix, quantize_int8
 from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from octavo.quantization.gguf_blocks import ENCODINGS
-from octavo.quantization.linear_method import GatedActivation, Shard
+from octavo.quantization.linear_method import GatedActivation, Shard, StoredRows
 from octavo.quantization.quantized_tensor import QuantizedTensor, joined
 
 _STEP = 1 << 20  # weights that are quantized at a time: 4 MiB as float32
@@ -112,6 +113,35 @@ class QuantizedMethod(EmbeddingMethod):
     def _kept(self, piece: torch.Tensor) -> QuantizedMatrix | torch.Tensor:
         """What is kept of a piece of a checkpoint's matrix until all are there; a copy."""
 
+    @abstractmethod
+    def kept_format(self, stored: str) -> QuantFormat | None:
+        """The format that a matrix of a stored type is kept in; None: in the activations' dtype."""
+
+    def kept_bytes(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        formats = self._formats(parts)
+        if formats is None:
+            return _PLAIN.kept_bytes(parts, columns, dtype, device)
+        return quant_ops.matrix_bytes(formats, columns)
+
+    def tied_bytes(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        return _PLAIN.tied_bytes(parts, columns, dtype, device) if self._formats(parts) is None else 0
+
+    def _formats(self, parts: Sequence[StoredRows]) -> list[tuple[int, QuantFormat]] | None:
+        """Rows and format of each part, neighbours of one format joined; None if all become plain."""
+        out: list[tuple[int, QuantFormat]] = []
+        for rows, stored in parts:
+            form = self.kept_format(stored)
+            if form is None:
+                return None
+            if out and out[-1][1] == form:
+                rows += out.pop()[0]
+            out.append((rows, form))
+        return out
+
     def process_after_load(self, layer: nn.Module) -> None:
         store = _store(layer)
         self._finish(layer)
@@ -184,6 +214,9 @@ class GGUFMethod(QuantizedMethod):
     name = "gguf"
     keeps: ClassVar[frozenset[str]] = frozenset(ENCODINGS)
 
+    def kept_format(self, stored: str) -> QuantFormat | None:
+        return ENCODINGS[stored].format if stored in ENCODINGS else None
+
     def _kept(self, piece: torch.Tensor) -> QuantizedMatrix | torch.Tensor:
         return piece.matrix if isinstance(piece, QuantizedTensor) else piece.clone()
 
@@ -192,6 +225,9 @@ class Int8Method(QuantizedMethod):
     """Weights of any checkpoint rounded to int8 while loading, with a scale for every 32 columns of a row."""
 
     name = "int8"
+
+    def kept_format(self, stored: str) -> QuantFormat | None:
+        return INT8
 
     def _kept(self, piece: torch.Tensor) -> QuantizedMatrix | torch.Tensor:
         rows, columns = piece.shape

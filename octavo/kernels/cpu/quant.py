@@ -10,7 +10,7 @@ import torch
 
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.ops import available, differ, dtype_code, library, row_stride
-from octavo.kernels.reference_quant import BLOCK, QuantizedMatrix
+from octavo.kernels.reference_quant import BLOCK, QuantFormat, QuantizedMatrix
 
 SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
 _NO_GATE = -1
@@ -64,6 +64,25 @@ def lanes() -> int:
     return int(library().octavo_quant_lanes()) if available() else 0
 
 
+def _describe(part: _Part, rows: int, fmt: QuantFormat) -> None:
+    part.rows = rows
+    part.bits, part.group, part.has_minimum, part.zero = fmt.bits, fmt.group, fmt.has_minimum, fmt.zero
+
+
+def _bytes_of(part: _Part, padded: int) -> int:
+    nbytes = int(_functions().octavo_quant_bytes(ctypes.byref(part), padded))
+    if nbytes < 0:
+        raise ValueError(f"no kernel for {part.bits} bits in groups of {part.group}")
+    return nbytes
+
+
+def packed_bytes(rows: int, fmt: QuantFormat, padded: int) -> int:
+    """Bytes of one part of a `PackedMatrix`, `padded` columns a multiple of 32."""
+    part = _Part()
+    _describe(part, rows, fmt)
+    return _bytes_of(part, padded)
+
+
 class PackedMatrix:
     """One matrix of one or several parts, each some of its rows, in the layout of the kernels.
 
@@ -85,13 +104,9 @@ class PackedMatrix:
             rows, fmt = part.q.shape[0], part.format
             if part.q.shape[1] != padded:
                 raise ValueError(f"a part has {part.q.shape[1]} columns, not {padded}")
-            packed.rows, packed.target = rows, target
-            packed.bits, packed.group, packed.has_minimum = fmt.bits, fmt.group, fmt.has_minimum
-            packed.zero = fmt.zero
-            nbytes = lib.octavo_quant_bytes(ctypes.byref(packed), padded)
-            if nbytes < 0:
-                raise ValueError(f"no kernel for {fmt}")
-            data, chunk = _arena.take(nbytes)
+            _describe(packed, rows, fmt)
+            packed.target = target
+            data, chunk = _arena.take(_bytes_of(packed, padded))
             packed.data = data.data_ptr()
             q, scale = part.q.contiguous(), part.scale.contiguous()
             minimum = None if part.minimum is None else part.minimum.contiguous()

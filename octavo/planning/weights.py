@@ -1,0 +1,169 @@
+"""Bytes of a model's weights as the loader will keep them, from its config and its files' headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from octavo.layers.embedding import LMHead, VocabEmbedding
+from octavo.layers.latent_attention_linear import LatentUpProjection
+from octavo.layers.layer import Layer
+from octavo.models.config import ModelConfig
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_weights import named_tensors
+from octavo.models.interface import CausalLM
+from octavo.models.loading import load_targets
+from octavo.models.locate import ModelSource
+from octavo.quantization.embedding_method import embedding_method
+from octavo.quantization.gguf_blocks import ENCODINGS
+from octavo.quantization.linear_method import LinearMethod, StoredRows, cpu_lacks, linear_method
+
+Stored = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and stored type of a checkpoint's tensors, by Hugging Face's names."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
+@dataclass
+class WeightBytes:
+    """Bytes of weights.
+
+    Attributes:
+        by_type: by the type that they are kept in: PyTorch's name of a dtype, or GGML's of an encoding,
+            or "int8".
+        by_part: by where they are: "embedding", "head", "other", and each decoder layer by its number.
+        num_parameters: numbers that a checkpoint stores for this rank.
+    """
+
+    by_type: Counter[str] = field(default_factory=Counter)
+    by_part: Counter[str] = field(default_factory=Counter)
+    num_parameters: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.by_type.values())
+
+    def add(self, name: str, kind: str, nbytes: int) -> None:
+        """Count the weights of the module `name`."""
+        self.by_type[kind] += nbytes
+        self.by_part[_part(name)] += nbytes
+
+
+def stored_tensors(source: ModelSource, config: ModelConfig, load_format: str) -> Stored:
+    """What a GGUF file stores, by its header; {} for other checkpoints, whose every tensor has the config's
+    dtype as far as a plan is concerned."""
+    if source.kind != "gguf" or load_format == "dummy":
+        return {}
+    tensors = named_tensors(GGUFFile(source.path), config)
+    return {name: (tuple(tensor.shape), tensor.type_name) for name, tensor in tensors.items()}
+
+
+def weight_bytes(
+    shapes: CausalLM,
+    stored: Stored,
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    given: str | None = None,
+) -> WeightBytes:
+    """Bytes of the weights of one rank.
+
+    Args:
+        shapes: the rank's model on the meta device, unquantized.
+        stored: see `stored_tensors`.
+        quantization: as `octavo.models.loading.build_model` takes it.
+        dtype: of activations.
+        device: where the model will run.
+        given: the dtype of tensors that are not in `stored`; None: that of activations.
+    """
+    out = WeightBytes()
+    seen: set[int] = set()
+    stored = _by_target(shapes, stored)
+    names = {module: name for name, module in shapes.named_modules()}
+    for module, name in names.items():
+        matrix = module._parameters.get("weight") if _has_method(module) else None
+        source = module.tied_to if isinstance(module, LMHead) else None
+        if matrix is not None or source is not None:
+            assert isinstance(module, Layer)
+            _add_matrix(
+                out, name, module, source or module, names, stored, given, quantization, dtype, device
+            )
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or tensor is matrix or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            kind, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.nbytes
+            if name.endswith("._stored") and device.type == "cpu" and cpu_lacks(tensor.dtype):
+                kind, nbytes = "float32", 4 * tensor.numel()  # see LatentUpProjection
+            out.add(name, kind, nbytes)
+            if not key.endswith("cos_sin"):
+                out.num_parameters += tensor.numel()
+    return out
+
+
+def _has_method(module: nn.Module) -> bool:
+    """Whether a `LinearMethod` keeps the module's matrix."""
+    return isinstance(getattr(module, "method", None), LinearMethod) and not isinstance(
+        module, LatentUpProjection
+    )
+
+
+def _add_matrix(
+    out: WeightBytes,
+    name: str,
+    layer: Layer,
+    source: Layer,
+    names: dict[nn.Module, str],
+    stored: Stored,
+    given: str | None,
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    method = linear_method(quantization, name)
+    if isinstance(layer, (VocabEmbedding, LMHead)):
+        method = embedding_method(method)
+    rows, columns = source.get_parameter("weight").shape
+    kind = str(dtype).removeprefix("torch.")
+    parts = _parts(names[source], source, rows, stored, kind if given is None else given)
+    if quantization == "half":  # what is encoded otherwise comes expanded
+        parts = [(n, kind if type_name in ENCODINGS else type_name) for n, type_name in parts]
+    tied = source is not layer
+    nbytes = (method.tied_bytes if tied else method.kept_bytes)(parts, columns, dtype, device)
+    if quantization == "int8":
+        kind = quantization
+    elif nbytes != rows * columns * dtype.itemsize:
+        kind = "+".join(sorted({type_name for _, type_name in parts}))
+    out.add(name, kind, nbytes)
+    if not tied:
+        out.num_parameters += rows * columns
+
+
+def _by_target(shapes: CausalLM, stored: Stored) -> Stored:
+    """The same under the names of the model's own targets, whatever the checkpoint calls them."""
+    targets = load_targets(shapes)
+    keys = {id(target): key for key, target in targets.items()}
+    return {keys[id(targets[name])]: entry for name, entry in stored.items() if name in targets}
+
+
+def _parts(name: str, layer: Layer, rows: int, stored: Stored, kind: str) -> list[StoredRows]:
+    """This rank's rows of each checkpoint tensor that fills the layer's matrix of `rows` rows."""
+    found = [stored[key] for key in layer.load_targets(name) if key in stored and len(stored[key][0]) == 2]
+    whole = sum(shape[0] for shape, _ in found)
+    if not whole:
+        return [(rows, kind)]
+    return [(shape[0] * rows // whole, type_name) for shape, type_name in found]
+
+
+def _part(name: str) -> str:
+    """The part of a model that a module belongs to."""
+    match = _LAYER.search(name)
+    if match:
+        return match[1]
+    last = name.rpartition(".")[2]
+    return {"embed_tokens": "embedding", "lm_head": "head"}.get(last, "other")
