@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.kernels import ops
+from octavo.kernels import ops, reference_kv
 
 if TYPE_CHECKING:
     from octavo.kv.format import KVFormat
@@ -114,8 +114,14 @@ class PagedBackend(ABC):  # noqa: B024 (what is abstract differs between kinds o
 class AttentionBackend(PagedBackend):
     """How attention over the paged cache is computed on one kind of device.
 
-    The cache of a layer is `[num_blocks, 2, num_kv_heads, block_size, head_dim]` (`KVFormat`).
-    A backend holds no per-request state: everything it reads is in the metadata.
+    The cache of a layer is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, of int8 codes the heads'
+    pieces with their scales (`KVFormat`). A backend holds no per-request state: everything it reads is in the
+    metadata.
+
+    Attributes:
+        kv_scale: of an FP8 cache float32 `[2, num_kv_heads]` on its device, what the codes of keys and of
+            values are multiplied by: the layer's own (`Attention.kv_scale`), whose address never changes.
+            None with every other cache.
 
     Under a sliding window it reads no block that lies wholly before the windows of all of a request's
     rows: such blocks may have been given to other requests, and hold anything.
@@ -128,6 +134,8 @@ class AttentionBackend(PagedBackend):
         softcap: scaled scores become `softcap * tanh(scores / softcap)` before the mask and the softmax
             (Gemma 2, arXiv 2408.00118); None: they stay.
     """
+
+    kv_scale: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -205,9 +213,26 @@ class TorchAttention(AttentionBackend):
         kept = slots >= 0
         if not bool(kept.all()):
             slots, k, v = slots[kept], k[kept], v[kept]
-        block, offset = slots // self.fmt.block_size, slots % self.fmt.block_size
-        cache[block, 0, :, offset] = k.to(cache.dtype)
-        cache[block, 1, :, offset] = v.to(cache.dtype)
+        fmt = self.fmt
+        for part, x in enumerate((k, v)):
+            if fmt.dtype == "int8":
+                reference_kv.write_int8(x, cache, part, slots, fmt.block_size, fmt.offset)
+                continue
+            if fmt.quantized:
+                assert self.kv_scale is not None
+                x = reference_kv.quantize_fp8(x, fmt.dtype, self.kv_scale[part])
+            cache[slots // fmt.block_size, part, :, slots % fmt.block_size] = x.to(cache.dtype)
+
+    def _values(self, blocks: torch.Tensor) -> torch.Tensor:
+        """float32 `[n, 2, num_kv_heads, block_size, head_dim]` of n blocks of a cache."""
+        fmt = self.fmt
+        if fmt.dtype == "int8":
+            return reference_kv.dequantize_int8(blocks, fmt.block_size, fmt.head_dim, fmt.offset)
+        if not fmt.quantized:
+            return blocks.float()
+        assert self.kv_scale is not None
+        parts = zip(blocks.unbind(1), self.kv_scale, strict=True)
+        return torch.stack([reference_kv.dequantize_fp8(x, fmt.dtype, scale) for x, scale in parts], 1)
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -221,7 +246,7 @@ class TorchAttention(AttentionBackend):
                 low = max(0, ctx - (hi - lo) - self.sliding_window + 1)
             first = low // self.fmt.block_size
             blocks = meta.block_table[i, first : -(-ctx // self.fmt.block_size)].long()
-            kv = cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv = self._values(cache[blocks]).permute(1, 2, 0, 3, 4).flatten(2, 3)
             kv = kv[:, :, low - first * self.fmt.block_size : ctx - first * self.fmt.block_size]
             k, v = (x.repeat_interleave(group, dim=0) for x in kv)
             scores = torch.einsum("rhd,htd->hrt", q[lo:hi].float(), k) * self.scale

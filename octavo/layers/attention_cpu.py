@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _announced: set[str] = set()
+_NO_FLOAT16 = "the CPU kernels compute in float32 and bfloat16, not float16"
 
 
 class CPUAttention(AttentionBackend):
-    """Paged attention by `octavo.kernels.cpu`, for float32 and bfloat16.
+    """Paged attention by `octavo.kernels.cpu`: float32 and bfloat16 over caches of these or of 8 bits.
 
     Where the kernels cannot serve (not built, float16, a head size that is no multiple of 4), the
     plain PyTorch backend does, and the log says why, once. `plan` prepares the step's arguments for
@@ -37,23 +38,34 @@ class CPUAttention(AttentionBackend):
         softcap: float | None = None,
     ):
         super().__init__(num_heads, fmt, scale, sliding_window, softcap)
-        self._cache_dtype = getattr(torch, fmt.dtype)
+        self._cache_type = f"{fmt.dtype}_offset" if fmt.offset else fmt.dtype
         self._plain: TorchAttention | None = None
-        reason = self._problem()  # empty: the kernels serve
-        if reason:
-            self._plain = TorchAttention(num_heads, fmt, scale, sliding_window, softcap)
-            if reason not in _announced:
-                _announced.add(reason)
-                logger.warning("Attention by plain PyTorch (slow): %s", reason)
+        if reason := self._problem():
+            self._give_way(reason)
         # Constants of the layer, by the activations' dtype.
         self._shapes: dict[torch.dtype, ops.AttentionShape] = {}
 
     def _problem(self) -> str:
-        if self._cache_dtype not in (torch.float32, torch.bfloat16):
-            return f"the CPU kernels read float32 and bfloat16 caches, not {self.fmt.dtype}"
+        """Why the kernels cannot serve, whatever the activations; empty: they can."""
         fmt = self.fmt
+        if fmt.dtype == "float16":
+            return _NO_FLOAT16
         problem = ops.attention_problem(self.num_heads, fmt.num_kv_heads, fmt.head_dim, fmt.block_size)
         return problem or ops.why_not()
+
+    def _give_way(self, reason: str) -> None:
+        self._plain = TorchAttention(self.num_heads, self.fmt, self.scale, self.sliding_window, self.softcap)
+        if reason not in _announced:
+            _announced.add(reason)
+            logger.warning("Attention by plain PyTorch (slow): %s", reason)
+
+    def _instead(self, x: torch.Tensor) -> TorchAttention | None:
+        """What serves activations like `x` where the kernels cannot."""
+        if self._plain is None and x.dtype is torch.float16:  # over a cache of another type
+            self._give_way(_NO_FLOAT16)
+        if self._plain is not None:
+            self._plain.kv_scale = self.kv_scale
+        return self._plain
 
     def plan(self, meta: AttentionMetadata) -> None:
         if self._plain is None:
@@ -62,10 +74,10 @@ class CPUAttention(AttentionBackend):
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
     ) -> None:
-        if self._plain is not None:
-            self._plain.write_kv(k, v, cache, meta)
+        if (plain := self._instead(k)) is not None:
+            plain.write_kv(k, v, cache, meta)
         else:
-            ops.write_kv(k, v, cache, meta.slot_mapping)
+            ops.write_kv(k, v, cache, meta.slot_mapping, self._cache_type, self.kv_scale)
 
     def rotary_and_write_kv(
         self,
@@ -80,18 +92,19 @@ class CPUAttention(AttentionBackend):
         k_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> torch.Tensor:
-        if self._plain is not None:
-            return self._plain.rotary_and_write_kv(
+        if (plain := self._instead(k)) is not None:
+            return plain.rotary_and_write_kv(
                 q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
             )
         if q_weight is not None and k_weight is not None:
             q, k = norm_act.rms_norm(q, q_weight, eps), norm_act.rms_norm(k, k_weight, eps)
-        ops.rope_and_write_kv(q, k, v, cos_sin, positions, cache, meta.slot_mapping)
+        slots = meta.slot_mapping
+        ops.rope_and_write_kv(q, k, v, cos_sin, positions, cache, slots, self._cache_type, self.kv_scale)
         return q
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        if self._plain is not None:
-            return self._plain.attend(q, cache, meta)
+        if (plain := self._instead(q)) is not None:
+            return plain.attend(q, cache, meta)
         batch = meta.plan
         if not isinstance(batch, ops.AttentionBatch):
             self.plan(meta)
@@ -108,9 +121,9 @@ class CPUAttention(AttentionBackend):
                 self.scale,
                 self.sliding_window,
                 q.dtype,
-                self._cache_dtype,
+                self._cache_type,
                 self.softcap,
             )
         out = torch.empty_like(q)
-        ops.attend(shape, batch, q, cache, out)
+        ops.attend(shape, batch, q, cache, out, self.kv_scale)
         return out

@@ -15,7 +15,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels import reference_latent
-from octavo.kv.format import KVFormat
+from octavo.kv.format import QUANTIZED, KVFormat
 from octavo.layers.attention import AttentionMetadata, PagedBackend
 from octavo.layers.attention_layer import CachedLayer
 from octavo.layers.latent_attention_linear import LatentUpProjection
@@ -154,6 +154,11 @@ class LatentAttention(CachedLayer):
         self._uses = (rotary, kv_norm, up)
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
+        if build.kv_dtype in QUANTIZED:
+            raise ConfigError(
+                f"kv_cache_dtype={build.kv_dtype!r} does not serve latent attention, whose cache is "
+                "compressed already: leave it auto"
+            )
         heads = divide(self.num_heads, build.group, "num_attention_heads")
         size = self.latent.kv_rank + self.latent.rope_dim
         self.fmt = KVFormat(build.kv_dtype, build.block_size, 1, size, latent=True)

@@ -27,6 +27,7 @@ class BuildContext:
         attention_backend: "torch", "cpu" or "triton".
         block_size: tokens per KV block.
         kv_dtype: of the KV cache, under `KVFormat`'s names.
+        kv_offset: whether codes of int8 shall have offsets.
         group: the tensor-parallel ranks.
         linear_method: from a layer's name to the method that stores its matrix.
         experts_method: from a layer's name to the method that stores its experts.
@@ -41,12 +42,14 @@ class BuildContext:
     group: TensorParallelGroup
     linear_method: Callable[[str], LinearMethod]
     experts_method: Callable[[str], ExpertsMethod] = partial(experts_method, None)
+    kv_offset: bool = False
 
 
 @dataclass(frozen=True)
 class LoadTarget:
     """Where one checkpoint tensor goes: its full shape there, and what copies this rank's piece.
 
+    Its tensor may also have one of `other_shapes` (a scale as a number or as a vector).
     `covers` makes it another spelling of the targets that it names (a fused matrix of its parts, a
     stack of single experts): a checkpoint holds either these or it. `encodings` are GGML's, in which it takes
     a tensor as it is stored, as a `QuantizedTensor`.
@@ -57,6 +60,11 @@ class LoadTarget:
     optional: bool = False
     covers: tuple[str, ...] = ()
     encodings: frozenset[str] = frozenset()
+    other_shapes: tuple[tuple[int, ...], ...] = ()
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape may fill it."""
+        return shape == self.shape or shape in self.other_shapes
 
 
 class Layer(nn.Module, ABC):

@@ -81,7 +81,7 @@ def check_tensors(
                 f"{where}: tensor {name!r} has no place in {architecture}: use a checkpoint of a "
                 "supported kind"
             )
-        if shape != targets[name].shape:
+        if not targets[name].takes(shape):
             raise ModelError(
                 f"{where}: tensor {name!r} has shape {list(shape)} where the config asks for "
                 f"{list(targets[name].shape)}: check that weights and config belong together"

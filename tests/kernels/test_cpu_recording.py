@@ -72,7 +72,7 @@ class Step:
         ops.rope_and_write_kv(q, k, v, self.cos_sin, self.positions, self.cache, self.slots)
         batch = ops.attention_batch(self.starts, self.lens, self.blocks)
         shape = ops.attention_shape(
-            HEADS, KV_HEADS, DIM, BLOCK, DIM**-0.5, None, self.dtype, self.cache.dtype
+            HEADS, KV_HEADS, DIM, BLOCK, DIM**-0.5, None, self.dtype, ops.type_of_cache(self.cache)
         )
         out = torch.empty_like(q)
         ops.attend(shape, batch, q, self.cache, out)

@@ -13,6 +13,10 @@
 // single long request uses all threads, and its result depends neither on their number nor on
 // the other requests of the batch.
 //
+// Keys and values of 8 bits are widened as they are read (a prompt's tile once for all its lanes). A scale that
+// all of a head's share goes into the queries and into the results; those of single tokens go into scores and
+// weights, and so do offsets: q . (c s + o) = (q . c) s + sum(q) o.
+//
 // Under a sliding window no key before the block of a tile's first visible key is read: those blocks
 // may belong to another request by now.
 #include <atomic>
@@ -22,6 +26,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "cached.h"
 #include "common.h"
 #include "record.h"
 
@@ -50,7 +55,7 @@ static_assert(MAX_LANES % PANEL == 0 && SPLIT % KEYS == 0, "tiles");
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim, block_size, window;  // window 0: none
     float scale, softcap;  // softcap 0: none
-    int32_t dtype, cache_dtype;
+    int32_t dtype, cache_type;
 };
 
 namespace {
@@ -72,6 +77,7 @@ struct Call {
     const char* q;
     int64_t q_stride;
     const char* cache;
+    const float* kv_scale;  // [2, kv_heads], of FP8 caches
     char* out;
     int64_t out_stride;
     float* partials;
@@ -95,19 +101,43 @@ inline void cap_scores(float* scores, int64_t n, float softcap) {
     for (int64_t t = 0; t < n; t += W) store(scores + t, cap * tanh_of<vf, vi>(load(scores + t)));
 }
 
+template <class C>
+constexpr bool PER_TOKEN = std::is_same_v<C, code8>;  // has a scale for every token
+
 // Where the tile's keys and values lie: a pointer for every 4 keys (4 divides the block size).
 template <class C>
 struct KeyTile {
     const C *k[KEYS / 4], *v[KEYS / 4];
+    const uint16_t* scale[KEYS / 4];  // of the keys, if PER_TOKEN; those of the values are one part on
 
     void find(const Call& c, const Item& it, int64_t t0, int64_t n) {
         const int32_t* table = c.b.block_table + it.request * c.b.table_stride;
-        const int64_t plane = c.s.block_size * c.s.head_dim;
+        const int64_t piece = piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
         for (int64_t i = 0; i < n; i += 4) {
             const int64_t block = table[(t0 + i) / c.s.block_size], offset = (t0 + i) % c.s.block_size;
-            k[i / 4] = (const C*)c.cache + (block * 2 * c.s.kv_heads + it.head) * plane + offset * c.s.head_dim;
-            v[i / 4] = k[i / 4] + c.s.kv_heads * plane;
+            const C* first = (const C*)c.cache + (block * 2 * c.s.kv_heads + it.head) * piece;
+            k[i / 4] = first + offset * c.s.head_dim;
+            v[i / 4] = k[i / 4] + c.s.kv_heads * piece;
+            if constexpr (PER_TOKEN<C>) scale[i / 4] = (const uint16_t*)(first + c.s.block_size * c.s.head_dim) + offset;
         }
+    }
+
+    void prefetch_scales(const Call& c, int64_t i) const {
+        const int64_t away = c.s.kv_heads * piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
+        __builtin_prefetch(scale[i], 0, 3), __builtin_prefetch((const char*)scale[i] + away, 0, 3);
+    }
+
+    // Scales and (0 if there are none) offsets of the n keys (part 0) or values (part 1), and 0 up to a whole vector.
+    void scales(const Call& c, int64_t part, int64_t n, float* scales, float* offsets) const {
+        const int64_t away = part * c.s.kv_heads * piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
+        const bool has_offset = c.s.cache_type == CACHE_INT8_OFFSET;
+        for (int64_t i = 0; i < n; i += 4) {
+            const auto* from = (const uint16_t*)((const char*)scale[i / 4] + away);
+            widen4(from, scales + i);
+            if (has_offset) widen4(from + c.s.block_size, offsets + i);
+        }
+        for (int64_t t = n; t < (n + W - 1) / W * W; t++) scales[t] = 0;
+        for (int64_t t = has_offset ? n : 0; t < (n + W - 1) / W * W; t++) offsets[t] = 0;
     }
 };
 
@@ -135,6 +165,17 @@ inline void sum4(vf a, vf b, vf c, vf d, float* out) {
     for (int i = 1; i < W; i++) a[0] += a[i], b[0] += b[i], c[0] += c[i], d[0] += d[i];
     out[0] = a[0], out[1] = b[0], out[2] = c[0], out[3] = d[0];
 #endif
+}
+
+inline float sum_of(vf v) {
+    float sum = 0;
+    for (int j = 0; j < W; j++) sum += v[j];
+    return sum;
+}
+inline float sum_of(const float* x, int64_t n) {  // n: a multiple of W
+    vf sums = {};
+    for (int64_t i = 0; i < n; i += W) sums += load(x + i);
+    return sum_of(sums);
 }
 
 // scores[m][0..4) = q[m] . k[0..4) for M queries
@@ -175,13 +216,18 @@ inline void prefetch_rows(const C* rows, int64_t dim) {
 }
 
 // M lanes from lane `lane` of the item, over the item's keys.
-template <int M, class C, bool CAP>
+template <int M, class C>
 void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, const Partial& r) {
     const int64_t dim = c.s.head_dim;
     alignas(64) float p[M * KEYS];
     float alpha[M];
     int64_t pos[M];
     for (int m = 0; m < M; m++) pos[m] = it.pos0 + (lane + m) / c.group;
+    // Of caches with scales for every token.
+    alignas(64) float scales[KEYS], offsets[KEYS];
+    float q_sum[M] = {}, shift[M] = {};  // of the results, in every element
+    if constexpr (PER_TOKEN<C>)
+        for (int m = 0; m < M; m++) q_sum[m] = sum_of(q + m * dim, dim);
     KeyTile<C> tile, next;
     int64_t n = std::min<int64_t>(KEYS, it.key1 - it.key0);
     next.find(c, it, it.key0, n);
@@ -192,12 +238,22 @@ void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, cons
         if (ahead > 0) next.find(c, it, t0 + KEYS, ahead);
         for (int64_t t = 0; t < n; t += 4) {
             // Blocks are scattered: the hardware cannot guess where the next one lies.
-            if (t < ahead) prefetch_rows(next.k[t / 4], dim), prefetch_rows(next.v[t / 4], dim);
+            if (t < ahead) {
+                prefetch_rows(next.k[t / 4], dim), prefetch_rows(next.v[t / 4], dim);
+                if constexpr (PER_TOKEN<C>) next.prefetch_scales(c, t / 4);
+            }
             dot4<M>(q, tile.k[t / 4], dim, p + t);
+        }
+        if constexpr (PER_TOKEN<C>) {
+            tile.scales(c, 0, n, scales, offsets);
+            for (int m = 0; m < M; m++)
+                for (int64_t t = 0; t < n; t += W)
+                    store(p + m * KEYS + t, load(p + m * KEYS + t) * load(scales + t) + q_sum[m] * load(offsets + t));
+            tile.scales(c, 1, n, scales, offsets);
         }
         for (int m = 0; m < M; m++) {
             float* s = p + m * KEYS;
-            if constexpr (CAP) cap_scores(s, n, c.s.softcap);
+            if (c.s.softcap) cap_scores(s, n, c.s.softcap);
             const int64_t first = c.s.window ? std::max<int64_t>(0, pos[m] - c.s.window + 1 - t0) : 0;
             const int64_t last = std::min(n, pos[m] + 1 - t0);
             for (int64_t t = 0; t < std::min(first, n); t++) s[t] = -INFINITY;
@@ -206,35 +262,41 @@ void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, cons
             for (int64_t t = 0; t < n; t += W) top = vmax(load(s + t), top);
             float most = top[0];
             for (int j = 1; j < W; j++) most = std::max(most, top[j]);
-            vf sums = {};
+            vf sums = {}, shifts = {};
             for (int64_t t = 0; t < n; t += W) {
                 vf e = exp2_of<vf, vi>(load(s + t) - most);
                 sums += e;
+                if constexpr (PER_TOKEN<C>) {
+                    shifts += e * load(offsets + t);
+                    e *= load(scales + t);
+                }
                 store(s + t, e);
             }
             alpha[m] = exp2_of<float, int32_t>(r.max[m] - most);
-            float sum = 0;
-            for (int j = 0; j < W; j++) sum += sums[j];
-            r.sum[m] = r.sum[m] * alpha[m] + sum;
+            if constexpr (PER_TOKEN<C>) shift[m] = shift[m] * alpha[m] + sum_of(shifts);
+            r.sum[m] = r.sum[m] * alpha[m] + sum_of(sums);
             r.max[m] = most;
         }
         int64_t d = 0;
         for (; d + 4 * W <= dim; d += 4 * W) weigh<M, 4>(p, tile.v, n, dim, d, alpha, r.out);
         for (; d < dim; d += W) weigh<M, 1>(p, tile.v, n, dim, d, alpha, r.out);
     }
+    if constexpr (PER_TOKEN<C>)
+        for (int m = 0; m < M; m++)
+            for (int64_t d = 0; d < dim; d += W) store(r.out + m * dim + d, load(r.out + m * dim + d) + shift[m]);
 }
 
-template <class C, bool CAP>
+template <class C>
 void few_lanes(const Call& c, const Item& it, int64_t lanes, const float* q, const Partial& r) {
     const int64_t dim = c.s.head_dim;
     for (int64_t lane = 0; lane < lanes;) {
         const float* ql = q + lane * dim;
         const Partial rl{r.max + lane, r.sum + lane, r.out + lane * dim};
         switch (std::min<int64_t>(FEW, lanes - lane)) {
-            case 1: few_lanes<1, C, CAP>(c, it, lane, ql, rl), lane += 1; break;
-            case 2: few_lanes<2, C, CAP>(c, it, lane, ql, rl), lane += 2; break;
-            case 3: few_lanes<3, C, CAP>(c, it, lane, ql, rl), lane += 3; break;
-            default: few_lanes<FEW, C, CAP>(c, it, lane, ql, rl), lane += FEW;
+            case 1: few_lanes<1, C>(c, it, lane, ql, rl), lane += 1; break;
+            case 2: few_lanes<2, C>(c, it, lane, ql, rl), lane += 2; break;
+            case 3: few_lanes<3, C>(c, it, lane, ql, rl), lane += 3; break;
+            default: few_lanes<FEW, C>(c, it, lane, ql, rl), lane += FEW;
         }
     }
 }
@@ -278,8 +340,9 @@ inline void weigh4(const float* p, const float* const* v, int64_t n, int64_t dim
 }
 
 // One tile of keys for N vectors of lanes. max, sum: [PANEL]; out: [dim, PANEL]; pos: of the lanes.
+// (Not inlined: once for all types of caches.)
 template <bool CAP, int N>
-void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, int64_t dim, const float* q, float* p,
+__attribute__((noinline)) void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, int64_t dim, const float* q, float* p,
                      bool masked, const int32_t* pos, int64_t t0, int64_t window, float softcap, float* max,
                      float* sum, float* out) {
     for (int64_t t = 0; t < n; t += 4) scores4<N>(k[t / 4], q, dim, p + t * PANEL);
@@ -324,14 +387,27 @@ inline void many_lanes_dispatch(int64_t vectors, const Args&... args) {
 // A tile is copied into a buffer as float32, once for all lanes. (For float32 too: scattered blocks
 // of 4 kB compete for the same lines of the first-level cache.)
 template <class C>
-inline void as_float(const KeyTile<C>& tile, int64_t n, int64_t dim, float* buffer, KeyTile<float>& to) {
+inline void as_float(const Call& c, const KeyTile<C>& tile, int64_t n, float* buffer, KeyTile<float>& to) {
+    const int64_t dim = c.s.head_dim, size = 4 * dim;  // a multiple of W
     for (int64_t g = 0; g < (n + 3) / 4; g++) {
-        float *k = buffer + g * 4 * dim, *v = k + KEYS * dim;
-#pragma omp simd
-        for (int64_t i = 0; i < 4 * dim; i++) k[i] = to_float(tile.k[g][i]);
-#pragma omp simd
-        for (int64_t i = 0; i < 4 * dim; i++) v[i] = to_float(tile.v[g][i]);
+        float *k = buffer + g * size, *v = k + KEYS * dim;
         to.k[g] = k, to.v[g] = v;
+        if constexpr (!PER_TOKEN<C>) {
+            for (int64_t i = 0; i < size; i += W) store(k + i, load(tile.k[g] + i));
+            for (int64_t i = 0; i < size; i += W) store(v + i, load(tile.v[g] + i));
+        }
+    }
+    if constexpr (PER_TOKEN<C>) {
+        alignas(64) float scales[KEYS], offsets[KEYS];
+        for (int64_t part = 0; part < 2; part++) {
+            tile.scales(c, part, n, scales, offsets);
+            for (int64_t t = 0; t < n; t++) {
+                const C* from = (part ? tile.v : tile.k)[t / 4] + t % 4 * dim;
+                float* row = buffer + (part * KEYS + t) * dim;
+#pragma omp simd
+                for (int64_t d = 0; d < dim; d++) row[d] = to_float(from[d]) * scales[t] + offsets[t];
+            }
+        }
     }
 }
 
@@ -356,7 +432,7 @@ void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* o
         KeyTile<C> tile;
         KeyTile<float> f;
         tile.find(c, it, t0, n);
-        as_float(tile, n, dim, buffer, f);
+        as_float(c, tile, n, buffer, f);
         const bool masked = t0 + n - 1 > it.pos0 || (c.s.window && t0 <= last - c.s.window);
         for (int64_t panel = 0; panel < panels; panel++) {
             const int64_t at = panel * PANEL, vectors = (std::min<int64_t>(PANEL, lanes - at) + W - 1) / W;
@@ -368,10 +444,16 @@ void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* o
 
 // ------------------------------------------------------------------------------------ work and ends
 
-// Writes a lane's normalised result to the output.
-inline void finish_lane(const Call& c, const Item& it, int64_t lane, const float* out, int64_t stride, float sum) {
+// What all of a head's keys (part 0) or values (part 1) are to be multiplied by.
+template <class C>
+inline float head_scale(const Call& c, const Item& it, int64_t part) {
+    constexpr bool per_head = std::is_same_v<C, e4m3> || std::is_same_v<C, e5m2>;
+    return per_head ? UNIT<C> * c.kv_scale[part * c.s.kv_heads + it.head] : 1.0f;
+}
+
+// Writes a lane's result times `norm` to the output.
+inline void finish_lane(const Call& c, const Item& it, int64_t lane, const float* out, int64_t stride, float norm) {
     const int64_t row = it.row0 + lane / c.group, head = it.head * c.group + lane % c.group, dim = c.s.head_dim;
-    const float norm = 1.0f / sum;
     const int64_t at = row * c.out_stride + head * dim;
     if (c.s.dtype == FLOAT32)
         for (int64_t d = 0; d < dim; d++) ((float*)c.out)[at + d] = out[d * stride] * norm;
@@ -385,7 +467,7 @@ inline Partial partial_of(const Call& c, const Item& it, int64_t lanes, int64_t 
 }
 
 // Joins the pieces of a context, in order; done by whichever thread finishes the last of them.
-void join(const Call& c, const Item& it, int64_t lanes) {
+void join(const Call& c, const Item& it, int64_t lanes, float scale) {
     const int64_t dim = c.s.head_dim;
     float* out = scratch(dim);
     for (int64_t lane = 0; lane < lanes; lane++) {
@@ -399,7 +481,7 @@ void join(const Call& c, const Item& it, int64_t lanes) {
 #pragma omp simd
             for (int64_t d = 0; d < dim; d++) out[d] += part.out[lane * dim + d] * alpha;
         }
-        finish_lane(c, it, lane, out, 1, sum);
+        finish_lane(c, it, lane, out, 1, scale / sum);
     }
 }
 
@@ -407,7 +489,8 @@ template <class C>
 void work(const Call& c, const Item& it) {
     const int64_t dim = c.s.head_dim, lanes = it.rows * c.group;
     const bool few = lanes <= FEW_LANES && dim % W == 0;
-    const float scale = c.s.softcap ? c.s.scale / c.s.softcap : c.s.scale * LOG2_E;
+    const float scale = (c.s.softcap ? c.s.scale / c.s.softcap : c.s.scale * LOG2_E) * head_scale<C>(c, it, 0);
+    const float v_scale = head_scale<C>(c, it, 1);
     float* q = scratch(dim);
     float *out = q + MAX_LANES * dim, *rest = out + MAX_LANES * dim;
     alignas(64) float max[MAX_LANES], sum[MAX_LANES];
@@ -423,21 +506,16 @@ void work(const Call& c, const Item& it) {
     std::fill(max, max + padded, NOTHING);
     std::fill(sum, sum + padded, 0.0f);
 
-    auto attend = [&](auto capped) {
-        constexpr bool CAP = decltype(capped)::value;
-        if (few)
-            few_lanes<C, CAP>(c, it, lanes, q, Partial{max, sum, out});
-        else
-            many_lanes<C, CAP>(c, it, lanes, q, out, rest, max, sum);
-    };
-    if (c.s.softcap)
-        attend(std::true_type{});
+    if (few)
+        few_lanes<C>(c, it, lanes, q, Partial{max, sum, out});
+    else if (c.s.softcap)
+        many_lanes<C, true>(c, it, lanes, q, out, rest, max, sum);
     else
-        attend(std::false_type{});
+        many_lanes<C, false>(c, it, lanes, q, out, rest, max, sum);
 
     const int64_t stride = few ? 1 : PANEL;
     if (it.pieces == 1) {
-        for (int64_t l = 0; l < lanes; l++) finish_lane(c, it, l, out + place(l, 0), stride, sum[l]);
+        for (int64_t l = 0; l < lanes; l++) finish_lane(c, it, l, out + place(l, 0), stride, v_scale / sum[l]);
         return;
     }
     const Partial part = partial_of(c, it, lanes, it.piece);
@@ -445,7 +523,7 @@ void work(const Call& c, const Item& it) {
     std::copy(sum, sum + lanes, part.sum);
     for (int64_t l = 0; l < lanes; l++)
         for (int64_t d = 0; d < dim; d++) part.out[l * dim + d] = out[place(l, d)];
-    if (c.counters[it.counter].fetch_sub(1, std::memory_order_acq_rel) == 1) join(c, it, lanes);
+    if (c.counters[it.counter].fetch_sub(1, std::memory_order_acq_rel) == 1) join(c, it, lanes, v_scale);
 }
 
 struct Plan {
@@ -488,23 +566,24 @@ void plan_items(const Call& c, Plan& plan, std::vector<int32_t>& pieces_of) {
 }  // namespace
 
 // q, out: rows of heads, heads contiguous, rows *_stride apart. Every request's rows are written,
-// rows past query_start[requests] are left alone.
+// rows past query_start[requests] are left alone. kv_scale: of FP8 caches, else null.
 OCTAVO_API int32_t octavo_paged_attention(const AttentionShape* shape, const AttentionBatch* batch, const void* q,
-                                          int64_t q_stride, const void* cache, void* out, int64_t out_stride) {
+                                          int64_t q_stride, const void* cache, const float* kv_scale, void* out,
+                                          int64_t out_stride) {
     const int64_t group = shape->heads / shape->kv_heads;
     if (group > MAX_LANES || shape->head_dim % 4 || shape->block_size % 4) return -2;
-    record_call([shape = *shape, batch = *batch, q, q_stride, cache, out, out_stride] {
-        return octavo_paged_attention(&shape, &batch, q, q_stride, cache, out, out_stride);
+    record_call([shape = *shape, batch = *batch, q, q_stride, cache, kv_scale, out, out_stride] {
+        return octavo_paged_attention(&shape, &batch, q, q_stride, cache, kv_scale, out, out_stride);
     });
     static thread_local Plan plan;
     static thread_local std::vector<int32_t> pieces_of;
-    Call call{*shape,        *batch,     group,   (const char*)q, q_stride, (const char*)cache,
-              (char*)out, out_stride, nullptr, nullptr};
+    Call call{*shape,   *batch,     group,      (const char*)q, q_stride, (const char*)cache,
+              kv_scale, (char*)out, out_stride, nullptr,        nullptr};
     plan_items(call, plan, pieces_of);
     call.partials = plan.partials.data();
     call.counters = plan.counters.data();
     const Item* items = plan.items.data();
-    bool known = with_dtype(shape->cache_dtype, [&](auto t) {
+    bool known = with_cache_type(shape->cache_type, [&](auto t) {
         parallel_for(int64_t(plan.items.size()), batch->threads, [&](int64_t i) { work<decltype(t)>(call, items[i]); });
     });
     return known ? 0 : -1;

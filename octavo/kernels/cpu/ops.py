@@ -23,6 +23,9 @@ from octavo.kernels.cpu import build
 logger = logging.getLogger(__name__)
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # `DType` in common.h
+# `CacheType` in cached.h, by names of `KVFormat`; the last is int8 with offsets.
+_CACHE_TYPES = {"float32": 0, "bfloat16": 1, "fp8": 2, "fp8_e5m2": 3, "int8": 4, "int8_offset": 5}
+_BYTES_BEHIND = {"int8": 2, "int8_offset": 4}  # each token's codes
 MAX_GROUP = 96  # query heads of one KV head that attention takes (MAX_LANES in attention.cpp)
 
 _lib: ctypes.CDLL | None = None
@@ -40,7 +43,7 @@ class CacheShape(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("rot_dim", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
-        ("cache_dtype", ctypes.c_int32),
+        ("cache_type", ctypes.c_int32),
     ]
 
 
@@ -56,7 +59,7 @@ class AttentionShape(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("dtype", ctypes.c_int32),
-        ("cache_dtype", ctypes.c_int32),
+        ("cache_type", ctypes.c_int32),
     ]
 
 
@@ -81,8 +84,8 @@ def _declare(lib: ctypes.CDLL) -> None:
         "octavo_layer_norm": [p, p, p, p, p, n, n, n, f, i, i, i],
         "octavo_gated_activation": [p, p, n, n, n, i, i, i],
         "octavo_softcap": [p, n, n, n, f, i, i],
-        "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, n, i],
-        "octavo_paged_attention": [p, p, p, n, p, p, n],
+        "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, p, n, i],
+        "octavo_paged_attention": [p, p, p, n, p, p, p, n],
         "octavo_argmax": [p, p, n, n, n, i, i],
         "octavo_gumbel_argmax": [p, p, p, p, i, p, n, n, n, i, i],
         "octavo_gather_rows": [p, p, n, p, p, n, p, p, p, p],
@@ -171,15 +174,27 @@ def cache_shape(
     block_size: int,
     rot_dim: int,
     dtype: torch.dtype,
-    cache_dtype: torch.dtype,
+    cache_type: str,
 ) -> CacheShape:
-    """A layer's constants for rotary and the writing of K and V."""
+    """A layer's constants for rotary and the writing of K and V; `cache_type` as for `write_kv`."""
     if rot_dim > head_dim or rot_dim % 2:
         raise ValueError(f"cos_sin rotates {rot_dim} dimensions of a head that has {head_dim}")
-    for x in (dtype, cache_dtype):
-        if x not in _DTYPES:
-            raise TypeError(f"CPU kernels take float32 and bfloat16, got {x}")
-    return CacheShape(heads, kv_heads, head_dim, block_size, rot_dim, _DTYPES[dtype], _DTYPES[cache_dtype])
+    codes = _types(dtype, cache_type)
+    return CacheShape(heads, kv_heads, head_dim, block_size, rot_dim, *codes)
+
+
+def _types(dtype: torch.dtype, cache_type: str) -> tuple[int, int]:
+    """The numbers in C++ of the activations' and of the cache's type."""
+    if dtype not in _DTYPES:
+        raise TypeError(f"CPU kernels take float32 and bfloat16, got {dtype}")
+    if cache_type not in _CACHE_TYPES:
+        raise TypeError(f"CPU kernels take caches of {', '.join(_CACHE_TYPES)}, got {cache_type}")
+    return _DTYPES[dtype], _CACHE_TYPES[cache_type]
+
+
+def type_of_cache(cache: torch.Tensor) -> str:
+    """The name of an unquantized cache's type, as `write_kv` takes it."""
+    return str(cache.dtype).removeprefix("torch.")
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
@@ -190,18 +205,34 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: t
         raise differ(q, k)
     _, kv_heads, head_dim = k.shape
     dtype = k.dtype
-    shape = cache_shape(q.shape[1], kv_heads, head_dim, 0, cos_sin.shape[1], dtype, dtype)
-    _call_cache(shape, q, k, None, cos_sin, positions, None, None)
+    shape = cache_shape(q.shape[1], kv_heads, head_dim, 0, cos_sin.shape[1], dtype, "float32")
+    _call_cache(shape, q, k, None, cos_sin, positions, None, None, None)
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Stores rows `k`, `v` `[rows, kv_heads, head_dim]` in a layer's cache
-    `[num_blocks, 2, kv_heads, block_size, head_dim]` (float32 or bfloat16, contiguous) at the slots
-    `block * block_size + offset` (int64 `[rows]`); a negative slot drops its row."""
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache_type: str | None = None,
+    kv_scale: torch.Tensor | None = None,
+) -> None:
+    """Stores rows in a layer's cache; `octavo.kernels.reference_kv` says how those of 8 bits are rounded.
+
+    Args:
+        k, v: `[rows, kv_heads, head_dim]`.
+        cache: contiguous `[num_blocks, 2, kv_heads, block_size, head_dim]`, or of int8
+            `[num_blocks, 2, kv_heads, block_size * (head_dim + 2)]`, with offsets `+ 4`.
+        slot_mapping: int64 `[rows]`, `block * block_size + offset`; a negative slot drops its row.
+        cache_type: float32, bfloat16 (None: the cache's dtype), or of a uint8 cache fp8 (e4m3), fp8_e5m2,
+            int8 or int8_offset.
+        kv_scale: float32 `[2, kv_heads]`, contiguous, for the FP8 types and no others.
+    """
     _, kv_heads, head_dim = k.shape
-    block_size = _block_size(cache, kv_heads, head_dim)
-    shape = cache_shape(0, kv_heads, head_dim, block_size, 0, k.dtype, cache.dtype)
-    _call_cache(shape, None, k, v, None, None, cache, slot_mapping)
+    kind = cache_type or type_of_cache(cache)
+    block_size = _block_size(cache, kv_heads, head_dim, kind)
+    shape = cache_shape(0, kv_heads, head_dim, block_size, 0, k.dtype, kind)
+    _call_cache(shape, None, k, v, None, None, cache, slot_mapping, kv_scale)
 
 
 def rope_and_write_kv(
@@ -212,14 +243,17 @@ def rope_and_write_kv(
     positions: torch.Tensor,
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    cache_type: str | None = None,
+    kv_scale: torch.Tensor | None = None,
 ) -> None:
     """`rotary` and then `write_kv`, in one pass over the rows."""
     if q.dtype is not k.dtype:
         raise differ(q, k)
     _, kv_heads, head_dim = k.shape
-    block_size = _block_size(cache, kv_heads, head_dim)
-    shape = cache_shape(q.shape[1], kv_heads, head_dim, block_size, cos_sin.shape[1], k.dtype, cache.dtype)
-    _call_cache(shape, q, k, v, cos_sin, positions, cache, slot_mapping)
+    kind = cache_type or type_of_cache(cache)
+    block_size = _block_size(cache, kv_heads, head_dim, kind)
+    shape = cache_shape(q.shape[1], kv_heads, head_dim, block_size, cos_sin.shape[1], k.dtype, kind)
+    _call_cache(shape, q, k, v, cos_sin, positions, cache, slot_mapping, kv_scale)
 
 
 def _call_cache(
@@ -231,6 +265,7 @@ def _call_cache(
     positions: torch.Tensor | None,
     cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
+    kv_scale: torch.Tensor | None,
 ) -> None:
     if q is None or cos_sin is None or positions is None:
         q_at = q_stride = cos_sin_at = positions_at = short = 0
@@ -243,7 +278,7 @@ def _call_cache(
         q_at, q_stride = q.data_ptr(), row_stride(q)
         cos_sin_at, positions_at = cos_sin.data_ptr(), positions.data_ptr()
     if v is None or cache is None or slot_mapping is None:
-        v_at = v_stride = cache_at = slots_at = 0
+        v_at = v_stride = cache_at = slots_at = scale_at = 0
     else:
         if v.dtype is not k.dtype:
             raise differ(k, v)
@@ -251,6 +286,7 @@ def _call_cache(
             raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
         v_at, v_stride = v.data_ptr(), row_stride(v)
         cache_at, slots_at = cache.data_ptr(), slot_mapping.data_ptr()
+        scale_at = _scale_pointer(kv_scale, shape.cache_type, shape.kv_heads)
     (_lib or library()).octavo_rope_and_write_kv(
         ctypes.addressof(shape),
         q_at,
@@ -263,18 +299,39 @@ def _call_cache(
         positions_at,
         short,
         cache_at,
+        scale_at,
         slots_at,
         k.shape[0],
         torch.get_num_threads(),
     )
 
 
-def _block_size(cache: torch.Tensor, kv_heads: int, head_dim: int) -> int:
-    """Block size of a layer's cache, whose shape must fit."""
-    _, two, cache_heads, block_size, cache_dim = cache.shape
-    if cache_heads != kv_heads or cache_dim != head_dim or two != 2 or not cache.is_contiguous():
+def _scale_pointer(kv_scale: torch.Tensor | None, cache_type: int, kv_heads: int) -> int:
+    """Address of the scales that FP8 caches have, 0 for the others."""
+    if (kv_scale is not None) != (cache_type in (_CACHE_TYPES["fp8"], _CACHE_TYPES["fp8_e5m2"])):
+        raise ValueError("kv_scale must be given for FP8 caches, and for no others")
+    if kv_scale is None:
+        return 0
+    if kv_scale.dtype is not torch.float32 or kv_scale.shape != (2, kv_heads) or not kv_scale.is_contiguous():
+        shape = f"{kv_scale.dtype} {tuple(kv_scale.shape)}"
+        raise ValueError(f"kv_scale must be contiguous float32 [2, {kv_heads}], got {shape}")
+    return kv_scale.data_ptr()
+
+
+def _block_size(cache: torch.Tensor, kv_heads: int, head_dim: int, cache_type: str) -> int:
+    """Block size of a layer's cache, whose shape and dtype must fit."""
+    shape, quantized = tuple(cache.shape), cache_type not in ("float32", "bfloat16")
+    if behind := _BYTES_BEHIND.get(cache_type, 0):
+        piece = head_dim + behind
+        wanted = f"[blocks, 2, {kv_heads}, block_size * {piece}]"
+        fits = len(shape) == 4 and shape[1:3] == (2, kv_heads) and shape[3] % piece == 0
+        block_size = shape[-1] // piece
+    else:
         wanted = f"[blocks, 2, {kv_heads}, block_size, {head_dim}]"
-        raise ValueError(f"cache must be contiguous {wanted}, got {tuple(cache.shape)}")
+        fits = len(shape) == 5 and shape[1:3] == (2, kv_heads) and shape[4] == head_dim
+        block_size = shape[-2]
+    if not fits or not cache.is_contiguous() or (cache.dtype is torch.uint8) is not quantized:
+        raise ValueError(f"cache must be contiguous {wanted} of {cache_type}, got {cache.dtype} {shape}")
     return block_size
 
 
@@ -287,15 +344,12 @@ def attention_shape(
     scale: float,
     window: int | None,
     dtype: torch.dtype,
-    cache_dtype: torch.dtype,
+    cache_type: str,
     softcap: float | None = None,
 ) -> AttentionShape:
     """A layer's constants for `attend`. Raises ValueError for a shape that the kernel cannot take."""
     if (problem := attention_problem(heads, kv_heads, head_dim, block_size)) is not None:
         raise ValueError(problem)
-    for x in (dtype, cache_dtype):
-        if x not in _DTYPES:
-            raise TypeError(f"CPU kernels take float32 and bfloat16, got {x}")
     return AttentionShape(
         heads,
         kv_heads,
@@ -304,8 +358,7 @@ def attention_shape(
         window or 0,
         scale,
         softcap or 0.0,
-        _DTYPES[dtype],
-        _DTYPES[cache_dtype],
+        *_types(dtype, cache_type),
     )
 
 
@@ -336,7 +389,12 @@ def attention_batch(
 
 
 def attend(
-    shape: AttentionShape, batch: AttentionBatch, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
+    shape: AttentionShape,
+    batch: AttentionBatch,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    kv_scale: torch.Tensor | None = None,
 ) -> None:
     """`paged_attention` with prepared constants: what a layer calls each step. Checks no shapes."""
     status = (_lib or library()).octavo_paged_attention(
@@ -345,6 +403,7 @@ def attend(
         q.data_ptr(),
         row_stride(q),
         cache.data_ptr(),
+        _scale_pointer(kv_scale, shape.cache_type, shape.kv_heads),
         out.data_ptr(),
         row_stride(out),
     )
@@ -362,12 +421,14 @@ def paged_attention(
     sliding_window: int | None,
     out: torch.Tensor,
     softcap: float | None = None,
+    cache_type: str | None = None,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over a paged cache, read where it lies.
 
     Args:
         q: `[rows, heads, head_dim]`; request i's rows are the last of its context.
-        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`, already holding these rows' K and V.
+        cache: as for `write_kv`, already holding these rows' K and V.
         query_start: int32 `[n + 1]`, first row of each request.
         seq_lens: int32 `[n]`, context lengths.
         block_table: int32 `[n, max_blocks]`.
@@ -375,19 +436,21 @@ def paged_attention(
         sliding_window: a row sees itself and the `sliding_window - 1` tokens before it; None: all.
         out: like `q`; rows that no request owns are left alone.
         softcap: scores become `softcap * tanh(scores / softcap)`; None: they stay.
+        cache_type, kv_scale: as for `write_kv`.
 
     Returns:
         `out`.
     """
     _, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
-    block_size = _block_size(cache, kv_heads, head_dim)
+    kind = cache_type or type_of_cache(cache)
+    block_size = _block_size(cache, kv_heads, head_dim, kind)
     if out.dtype is not q.dtype:
         raise differ(q, out)
     shape = attention_shape(
-        heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, cache.dtype, softcap
+        heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, kind, softcap
     )
-    attend(shape, attention_batch(query_start, seq_lens, block_table), q, cache, out)
+    attend(shape, attention_batch(query_start, seq_lens, block_table), q, cache, out, kv_scale)
     return out
 
 
