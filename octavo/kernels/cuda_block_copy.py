@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,15 @@ def driver_call() -> BatchCall | None:
     attributes = CopyAttributes(order=_STREAM_ORDER, flags=_BESIDE_COMPUTE)
     first = ctypes.c_size_t(0)  # of the copies that these attributes are for: all
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    head = [pointer, pointer, pointer, size, ctypes.POINTER(CopyAttributes), ctypes.POINTER(size), size]
+    head: list[Any] = [
+        pointer,
+        pointer,
+        pointer,
+        size,
+        ctypes.POINTER(CopyAttributes),
+        ctypes.POINTER(size),
+        size,
+    ]
     given = (ctypes.byref(attributes), ctypes.byref(first), 1)
     if hasattr(driver, "cuMemcpyBatchAsync_v2"):
         function = driver.cuMemcpyBatchAsync_v2

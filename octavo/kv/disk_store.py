@@ -137,10 +137,10 @@ class DiskStore:
             ended, self._ended = self._ended, []
         return ended
 
-    def wait(self, timeout: float) -> None:
-        """Block until `poll` has something to say, or `timeout` seconds."""
+    def wait(self, timeout: float) -> bool:
+        """Block until `poll` has something to say, or `timeout` seconds; returns whether it has."""
         with self._news:
-            self._news.wait_for(lambda: self._ended, timeout)
+            return self._news.wait_for(lambda: bool(self._ended), timeout)
 
     def stats(self) -> StoreStats:
         """Counters now."""

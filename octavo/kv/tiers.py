@@ -64,8 +64,8 @@ class BlockStore(Protocol):
     def poll(self) -> list[tuple[int, bool]]:
         """Tickets that ended since the last call, and whether well."""
 
-    def wait(self, timeout: float) -> None:
-        """Block until `poll` has something to say, or `timeout` seconds."""
+    def wait(self, timeout: float) -> bool:
+        """Block until `poll` has something to say, or `timeout` seconds; returns whether it has."""
 
     def stats(self) -> StoreStats:
         """Counters now."""

@@ -37,6 +37,13 @@ def allocate_caches(groups: Sequence[KVGroup], num_blocks: int, device: torch.de
     return [caches[layer] for layer in range(len(caches))]
 
 
+def page_buffers(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The buffers behind caches, which layers of several groups share: uint8 `[num_blocks, piece]` each, a
+    block's piece being a row. A block's rows of all buffers are its page."""
+    buffers = {cache.data_ptr(): cache.reshape(len(cache), -1).view(torch.uint8) for cache in caches}
+    return list(buffers.values())
+
+
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         # NumPy's zeros cost no memory until they are written; PyTorch's do.
