@@ -243,6 +243,8 @@ class EngineConfig:
         elif self.max_model_len is not None and (
             not isinstance(self.max_model_len, int) or self.max_model_len < 2
         ):
+        if self.kv_cache_dtype == "fp8_e4m3":  # two names of one type
+            self.kv_cache_dtype = "fp8"
             raise ConfigError(
                 f"max_model_len={self.max_model_len!r} is not valid: give at least 2 tokens, or auto"
             )
