@@ -36,7 +36,7 @@ def build_model(
     attention_backend: str | None = None,
     max_model_len: int | None = None,
     block_size: int = 16,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str | None = None,
     quantization: str | None = None,
     batch_invariant: bool = False,
     with_head: bool = True,
@@ -50,9 +50,9 @@ def build_model(
         attention_backend: torch, cpu or triton; None or "auto" takes the device's fastest.
         max_model_len: tokens of the longest context; None takes the config's.
         block_size: tokens per KV block.
-        kv_dtype: of the KV cache; None takes `dtype`.
-        quantization: how weights are stored: None for `dtype`, or "gguf" (a GGUF file's encodings) or "int8",
-            both on a CPU.
+        kv_dtype: of the KV cache, a name of `KVFormat`'s; None or "auto" takes `dtype`.
+        quantization: how weights are stored: None for `dtype`, or "gguf" (a GGUF file's encodings), "half"
+            (16-bit floats as they are) or "int8", all on a CPU.
         batch_invariant: no row's result depends on the rows beside it, to the bit (on a GPU; not for the
             families that `octavo.worker.batch_invariance` refuses).
         with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
@@ -69,7 +69,8 @@ def build_model(
         max_model_len=max_model_len or config.context_length,
         attention_backend=resolve_backend(attention_backend, device, batch_invariant),
         block_size=block_size,
-        kv_dtype=str(kv_dtype or dtype).removeprefix("torch."),
+        kv_dtype=str(dtype).removeprefix("torch.") if kv_dtype in (None, "auto") else kv_dtype,
+        kv_offset=config.attention_bias,
         group=tensor_parallel_group(),
         linear_method=partial(_invariant_method() if batch_invariant else linear_method, quantization),
         experts_method=partial(experts_method, quantization),
@@ -171,7 +172,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             continue
         if name in seen:
             raise ModelError(f"weights: {name} is given twice: the checkpoint is corrupt, fetch it again")
-        if tuple(tensor.shape) != target.shape:
+        if not target.takes(tuple(tensor.shape)):
             raise ModelError(
                 f"weights: {name} has shape {list(tensor.shape)}, but the config asks for "
                 f"{list(target.shape)}: fetch the model again, with its own config"
