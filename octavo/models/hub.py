@@ -166,17 +166,11 @@ class _Unreachable(Exception):
 def _download(
     name: HubName, revision: str, cache: Path, token: str | None, load_format: str, weights: bool
 ) -> Snapshot:
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    with _one_line(name.repo, revision):
-        info = HfApi(token=token).model_info(
-            name.repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT, files_metadata=True
-        )
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    if not info.sha or not _COMMIT.fullmatch(info.sha):
-        raise ModelError(f"the hub named no commit for {name.repo!r} at revision {revision!r}: try again")
+    sizes, commit = _listing(name.repo, revision, token)
     files = wanted_files(list(sizes), name.tag, name.file, load_format, weights, name.repo)
-    there = cached_snapshot(name.repo, info.sha, cache)
+    there = cached_snapshot(name.repo, commit, cache)
     lacking = [f for f in files if there is None or not (there.folder / f).is_file()]
     if not lacking and there is not None and cached_snapshot(name.repo, revision, cache) == there:
         return there
@@ -195,6 +189,69 @@ def _download(
             allow_patterns=[glob.escape(file) for file in files],
         )
     return Snapshot(Path(folder), Path(folder).name)
+
+
+def _listing(repo: str, revision: str, token: str | None) -> tuple[dict[str, int], str]:
+    """Bytes of each file of a repository by name, and the commit that a revision stands for."""
+    from huggingface_hub import HfApi, constants
+
+    with _one_line(repo, revision):
+        info = HfApi(token=token).model_info(
+            repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT, files_metadata=True
+        )
+    if not info.sha or not _COMMIT.fullmatch(info.sha):
+        raise ModelError(f"the hub named no commit for {repo!r} at revision {revision!r}: try again")
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}, info.sha
+
+
+def list_files(repo: str, revision: str | None, token: str | None) -> tuple[dict[str, int], str]:
+    """Bytes of each file of a repository by name, and the commit that a revision (None: `main`) stands for.
+
+    Raises:
+        ModelError: not there, not allowed or not reachable.
+    """
+    asked = revision or "main"
+    try:
+        return _listing(repo, asked, token)
+    except _Unreachable as error:
+        raise _not_here(repo, asked, error) from None
+
+
+def read_beginning(repo: str, commit: str, file: str, size: int, token: str | None) -> bytes:
+    """The first `size` bytes of a repository's file; nothing is kept.
+
+    Raises:
+        ModelError: not there, not allowed or not reachable.
+    """
+    import httpx
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    headers = {**build_hf_headers(token=token), "Range": f"bytes=0-{max(0, size - 1)}"}
+    headers["Accept-Encoding"] = "identity"
+    url = hf_hub_url(repo, file, revision=commit)
+    out = bytearray()
+    try:
+        with _one_line(repo, commit):
+            seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            with httpx.stream(
+                "GET", url, headers=headers, follow_redirects=True, timeout=seconds
+            ) as response:
+                hf_raise_for_status(response)
+                for chunk in response.iter_bytes():
+                    out += chunk
+                    if len(out) >= size:  # a server may send more than was asked for
+                        break
+    except _Unreachable as error:
+        raise _not_here(repo, commit, error) from None
+    return bytes(out[:size])
+
+
+def _not_here(repo: str, revision: str, error: _Unreachable) -> ModelError:
+    return ModelError(
+        f"model {repo!r} at revision {revision!r} is no folder here, is not in the cache, and {error}: check "
+        "the name and the network, or give a folder"
+    )
 
 
 def _free_space(folder: Path) -> int:

@@ -41,31 +41,44 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
+def choose_dtype(
+    name: str, model: ModelConfig, device: torch.device, capability: tuple[int, int] | None = None
+) -> str:
     """The name of the dtype that weights and activations have.
 
     `auto` is the checkpoint's own, but float32 on a CPU where the checkpoint's is slow: float16 on
     any, bfloat16 on one that does not multiply it itself.
+
+    Args:
+        capability: compute capability of a GPU that is not here; None: ask the device.
     """
     if name != "auto":
         return name
     if device.type == "cpu" and model.dtype != "float32":
         return "bfloat16" if detect_cpu().fast_bfloat16 else "float32"
-    if (
-        device.type == "cuda"
-        and model.dtype == "bfloat16"
-        and torch.cuda.get_device_capability(device) < (8, 0)
-    ):
-        return "float16"
+    if device.type == "cuda" and model.dtype == "bfloat16":
+        if (capability or torch.cuda.get_device_capability(device)) < (8, 0):
+            return "float16"
     return model.dtype
 
 
 def choose_quantization(
-    name: str | None, source: ModelSource, load_format: str, device: torch.device
+    name: str | None,
+    source: ModelSource,
+    load_format: str,
+    device: torch.device,
+    model: ModelConfig,
+    dtype: str,
 ) -> str | None:
     """How weights are stored, as `build_model` takes it: None for plain numbers in the model's dtype.
 
-    By default a GGUF file's encodings are kept on a CPU that has kernels for them.
+    By default a GGUF file's encodings are kept on a CPU that has kernels for them, and 16-bit floats stay so
+    on one that has kernels for those and computes in float32.
+
+    Args:
+        name: the setting.
+        model: whose weights they are.
+        dtype: the name of the activations' dtype, as `choose_dtype` gives it.
 
     Raises:
         ConfigError: a setting that does not fit the model or the device.

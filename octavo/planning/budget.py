@@ -1,0 +1,59 @@
+"""How memory is divided, stated once for the worker, which measures, and for plans, which compute. Bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.kv.capacity import blocks_of
+from octavo.kv.format import KVGroup
+from octavo.kv.groups import page_bytes
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def with_slack(peak: int) -> int:
+    """What is kept for a step whose tensors take `peak` at most.
+
+    Fragmentation and libraries' workspaces are not in PyTorch's count: a twentieth and 256 MiB.
+    """
+    return int(peak * 1.05) + 256 * MIB
+
+
+def gpu_kv_bytes(total: int, free: int, utilization: float, activations: int) -> int:
+    """What is left for the KV cache on a GPU, negative if nothing.
+
+    Args:
+        total, free: of the device once the weights are there. What others hold can't be had, whatever
+            the utilization says; `total - free` counts it as ours.
+        utilization: share of the total that may be used.
+        activations: what a step needs (`with_slack`).
+    """
+    return min(int(total * utilization) - (total - free), free) - activations
+
+
+def cpu_kv_bytes(available: int, share: float) -> int:
+    """What the KV cache takes on a CPU: a share of what is free once the weights are there."""
+    return int(available * share)
+
+
+def useful_blocks(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int) -> int:
+    """Blocks beyond which no request could use any, as if windows freed nothing: what they free serves the
+    prefix cache."""
+    return max_num_seqs * blocks_of(max_model_len, groups[0].format.block_size) * len(groups)
+
+
+def affordable_blocks(groups: Sequence[KVGroup], num_bytes: int, most: int) -> int:
+    """Blocks that `num_bytes` hold, at most `most`; 0 if there is not even one for each group."""
+    blocks = min(max(0, num_bytes) // page_bytes(groups), most)
+    return blocks if blocks >= len(groups) else 0
+
+
+def table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int, max_rows: int) -> int:
+    """What the tables of running requests take (`octavo.worker.input_batch`): their tokens, two tables of
+    blocks per group, and a step's inputs."""
+    slots, columns = max_num_seqs + 1, blocks_of(max_model_len, groups[0].format.block_size)
+    per_request = 4 * max_model_len + 8  # tokens, and how many are computed
+    per_group = 4 * columns * (slots + max_num_seqs) + 8 * max_rows
+    step = (4 + 8) * max_rows + (8 + 8 + 8 + 4) * max_num_seqs + 4 * (max_num_seqs + 1) + 4
+    return slots * per_request + len(groups) * per_group + step

@@ -1,0 +1,325 @@
+"""A memory plan: the ledger of a model on a device under given settings, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kv.format import KVGroup
+from octavo.kv.groups import group_layers, page_bytes
+from octavo.models.config import ModelConfig
+from octavo.models.interface import CausalLM
+from octavo.models.loader import load_model_config
+from octavo.models.loading import build_model
+from octavo.models.locate import ModelSource
+from octavo.models.pooling_config import pooling_settings
+from octavo.models.transformers_config import ENCODER
+from octavo.parallel.state import TensorParallelGroup, use_group
+from octavo.planning import budget
+from octavo.planning.activations import step_bytes
+from octavo.planning.cards import Card
+from octavo.planning.ledger import KVFit, Ledger, gib, kv_fit
+from octavo.planning.weights import Stored, WeightBytes, stored_tensors, weight_bytes
+from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
+from octavo.worker.graphs import graph_sizes
+
+# What a CUDA context and PyTorch's libraries take of a card before anything is loaded.
+_CONTEXT = 600 * budget.MIB
+# What a recorded step takes beside its tensors: the driver's copy of some hundred launches.
+_GRAPH = 6 * budget.MIB
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the model is to run.
+
+    Attributes:
+        kind: "cuda" or "cpu".
+        name: for people.
+        total: bytes of its memory; on a CPU, of the host's.
+        other: bytes that are held by others, or will be by the driver, before the model comes.
+        card: the card's figures, if it is one of the table's.
+        capability: a GPU's compute capability.
+    """
+
+    kind: str
+    name: str
+    total: int
+    other: int
+    card: Card | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """As PyTorch names it; it needs not be here."""
+        return torch.device(self.kind)
+
+
+def machine_of(card: Card) -> Machine:
+    """A card that is not here, with nothing else running on it."""
+    return Machine("cuda", card.name, card.memory, _CONTEXT, card, card.capability)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes: ranks that share each layer, stages that share the layers in turn, replicas."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name}_parallel_size={value} is out of range: give at least 1")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it takes."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for one device of the layout (the fullest one).
+
+    Attributes:
+        ledger: predicted bytes by kind; where the KV cache gets nothing, what is lacking is told in
+            `problem`.
+        weights: those of the ledger by type and by part.
+        fit: what the KV cache holds.
+        dtype, quantization, kv_cache_dtype: as the loader will choose them.
+        max_model_len: the context that is asked for.
+        max_num_batched_tokens: rows of the largest step.
+        step_seconds: least time of a decode step, in which all weights are read once at the card's
+            bandwidth; None where that is not known.
+        lacking: bytes that are lacking before there is any KV cache.
+        problem: why it does not fit, in one line; None: it does.
+    """
+
+    machine: Machine
+    layout: Layout
+    ledger: Ledger
+    weights: WeightBytes
+    fit: KVFit
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    max_model_len: int
+    max_num_batched_tokens: int
+    step_seconds: float | None = None
+    lacking: int = 0
+    problem: str | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the planned length that run at once, on all replicas."""
+        return self.fit.num_requests * self.layout.data
+
+
+@dataclass
+class Planner:
+    """Plans one model, under changing settings. Reads its config, and a GGUF file's header, once.
+
+    Raises (on construction):
+        ModelError: a config that is missing or not supported.
+        ConfigError: a model that has no KV cache.
+    """
+
+    source: ModelSource
+    model_impl: str = "auto"
+    model: ModelConfig = field(init=False)
+    _shapes: dict[tuple[object, ...], CausalLM] = field(default_factory=dict)
+    _stored: dict[str, Stored] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = load_model_config(self.source, self.model_impl)
+        if self.model.implementation == ENCODER:
+            raise ConfigError(
+                f"{self.source.name} is an encoder ({self.model.architecture}) and keeps no KV cache: "
+                "there is nothing to plan"
+            )
+
+    def plan(
+        self,
+        config: EngineConfig,
+        machine: Machine,
+        layout: Layout | None = None,
+        request_len: int | None = None,
+    ) -> Plan:
+        """The plan under these settings.
+
+        Args:
+            config: the engine's settings; its device and parallel sizes don't matter here.
+            request_len: tokens of the requests that are counted; None: the whole context.
+
+        Raises:
+            ConfigError: settings that don't fit the model or the device.
+        """
+        layout = layout or Layout()
+        device = machine.device
+        dtype = choose_dtype(config.dtype, self.model, device, machine.capability)
+        quantization = choose_quantization(
+            config.quantization, self.source, config.load_format, device, self.model, dtype
+        )
+        if quantization is not None and machine.kind != "cpu":
+            raise ConfigError(
+                f"quantization={quantization!r} runs on a CPU, not on {machine.name}: leave it out"
+            )
+        wanted = self._length(config)
+        rows = config.max_num_batched_tokens or (8192 if machine.kind == "cuda" else 2048)
+        shapes = self._build(config, dtype, wanted, layout.tensor)
+        weights = self._weights(shapes, config, quantization, dtype, device)
+        groups = _stage_groups(shapes, self.model, layout.pipeline)
+        held = {"weights": _stage_weights(weights, self.model, layout.pipeline), "other": machine.other}
+        tables = budget.table_bytes(groups, config.max_num_seqs, wanted, rows)
+        requests = min(config.max_num_seqs, rows)
+        itemsize = DTYPES[dtype].itemsize
+        step = step_bytes(self.model, rows, requests, itemsize, layout.tensor)
+        free = machine.total - machine.other - held["weights"]
+        kv, reserved = self._kv_bytes(config, machine, free, tables + step)
+        most = budget.useful_blocks(groups, config.max_num_seqs, wanted)
+        blocks = budget.affordable_blocks(groups, kv, most)
+        limit = self.model.context_length
+        fit = kv_fit(groups, blocks, request_len or wanted, limit)
+        held |= {
+            "tables": tables,
+            "activations": max(step, reserved - tables),
+            "kv_cache": blocks * page_bytes(groups),
+        }
+        if machine.kind == "cuda" and not config.enforce_eager:
+            held["graphs"] = self._graph_bytes(config, itemsize, layout.tensor)
+        held["free"] = machine.total - sum(held.values())
+        if config.swap_space:
+            held["host_cache"] = int(config.swap_space * budget.GIB)
+        problem = _problem(config, held["weights"], free, kv, groups, fit, wanted)
+        bandwidth = machine.card.bandwidth if machine.card is not None else None
+        return Plan(
+            machine=machine,
+            layout=layout,
+            ledger=Ledger(machine.total, held),
+            weights=weights,
+            fit=fit,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=groups[0].format.dtype,
+            max_model_len=wanted,
+            max_num_batched_tokens=rows,
+            step_seconds=held["weights"] / bandwidth if bandwidth else None,
+            lacking=max(0, -kv),
+            problem=problem,
+        )
+
+    def _length(self, config: EngineConfig) -> int:
+        """The context to build for, as the worker chooses it."""
+        most, asked = self.model.context_length, config.max_model_len
+        if not isinstance(asked, int):
+            return most
+        if asked > most:
+            raise ConfigError(
+                f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it"
+            )
+        return asked
+
+    def _build(self, config: EngineConfig, dtype: str, length: int, ranks: int) -> CausalLM:
+        """The model's shapes on one rank; unquantized, since weights are counted by their methods."""
+        key = (dtype, length, config.block_size, config.kv_cache_dtype, ranks)
+        if key not in self._shapes:
+            with use_group(TensorParallelGroup(0, ranks)):
+                self._shapes[key] = build_model(
+                    self.model,
+                    dtype=DTYPES[dtype],
+                    device="meta",
+                    attention_backend="torch",
+                    max_model_len=length,
+                    block_size=config.block_size,
+                    kv_dtype=config.kv_cache_dtype,
+                    with_head=pooling_settings(config, self.source, self.model) is None,
+                )
+        return self._shapes[key]
+
+    def _weights(
+        self,
+        shapes: CausalLM,
+        config: EngineConfig,
+        quantization: str | None,
+        dtype: str,
+        device: torch.device,
+    ) -> WeightBytes:
+        if config.load_format not in self._stored:
+            self._stored[config.load_format] = stored_tensors(self.source, self.model, config.load_format)
+        given = self.model.dtype if quantization == "half" else None
+        return weight_bytes(
+            shapes, self._stored[config.load_format], quantization, DTYPES[dtype], device, given
+        )
+
+    def _kv_bytes(self, config: EngineConfig, machine: Machine, free: int, step: int) -> tuple[int, int]:
+        """Bytes of the KV cache (negative if nothing is left), and those that are kept for a step."""
+        reserved = budget.with_slack(step) if machine.kind == "cuda" else 0
+        if config.kv_cache_memory_bytes is not None:
+            left = free - reserved
+            asked = config.kv_cache_memory_bytes
+            return (asked if asked <= left else left - asked), reserved
+        if machine.kind == "cpu":
+            return budget.cpu_kv_bytes(free, config.cpu_memory_utilization), reserved
+        left = budget.gpu_kv_bytes(machine.total, free, config.gpu_memory_utilization, reserved)
+        return left, reserved
+
+    def _graph_bytes(self, config: EngineConfig, itemsize: int, ranks: int) -> int:
+        sizes = graph_sizes(config.max_num_seqs)
+        logits = sum(sizes) * self.model.vocab_size * itemsize
+        step = step_bytes(self.model, sizes[-1], 0, itemsize, ranks)
+        return logits + step + len(sizes) * _GRAPH
+
+
+def _stage_groups(shapes: CausalLM, model: ModelConfig, stages: int) -> list[KVGroup]:
+    """The KV groups of the largest of the pipeline's stages."""
+    layers = [(layer.sliding_window, layer.fmt) for layer in shapes.attention_layers()]
+    if stages > model.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} is more than the model's {model.num_layers} layers: lower it"
+        )
+    return group_layers(layers[: math.ceil(len(layers) / stages)])
+
+
+def _stage_weights(weights: WeightBytes, model: ModelConfig, stages: int) -> int:
+    """Bytes of the heaviest of the pipeline's stages: the first has the embedding too, the last the head."""
+    if stages == 1:
+        return weights.total
+    per_stage = math.ceil(model.num_layers / stages)
+    parts = weights.by_part
+    totals = []
+    for first in range(0, model.num_layers, per_stage):
+        stage = sum(parts[str(layer)] for layer in range(first, first + per_stage)) + parts["other"]
+        stage += parts["embedding"] if first == 0 else 0
+        if first + per_stage >= model.num_layers:
+            stage += parts["head"] or parts["embedding"]  # a tied head is a copy there
+        totals.append(stage)
+    return max(totals)
+
+
+def _problem(
+    config: EngineConfig,
+    weights: int,
+    free: int,
+    kv: int,
+    groups: list[KVGroup],
+    fit: KVFit,
+    wanted: int,
+) -> str | None:
+    """Why a plan does not fit, in one line."""
+    if free < 0:
+        return f"the weights need {gib(weights)} and {gib(weights + free)} are free"
+    if not fit.num_blocks:
+        if kv <= 0:
+            return f"nothing is left for the KV cache: {gib(-kv)} are lacking"
+        return f"the KV cache gets {gib(kv)}, less than one block of {gib(page_bytes(groups))} for each group"
+    if not fit.num_requests:
+        return f"no request of {fit.request_len} tokens fits: the KV cache holds one of {fit.longest} at most"
+    if config.max_model_len != "auto" and fit.longest < wanted:
+        return f"the KV cache holds a context of {fit.longest} tokens, not of {wanted}"
+    return None
