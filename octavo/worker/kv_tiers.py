@@ -133,15 +133,15 @@ def _poll(host: HostCache) -> tuple[list[int], list[int]]:
         raise EngineDeadError(f"the device failed: {error}") from error
 
 
-def prefill_rate(run: Callable[[], object], num_tokens: int, enough: float = 0.2) -> float:
-    """Tokens per second of `run`, a step that computes `num_tokens` of a prompt and waits for it.
+def prefill_rate(execute: Callable[[StepPlan], Launched], plan: StepPlan, enough: float = 0.5) -> float:
+    """Tokens per second of a step that computes prompts.
 
     The first run also pays for what is done once; a second tells, unless the first took `enough` seconds.
     """
     for _ in range(2):
         begin = time.perf_counter()
-        run()
+        execute(plan).wait()
         seconds = time.perf_counter() - begin
         if seconds > enough:
             break
-    return num_tokens / seconds
+    return plan.total_rows / seconds

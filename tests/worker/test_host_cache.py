@@ -284,9 +284,13 @@ def test_a_device_that_died_is_told_so(tiers):
 
 
 def test_the_rate_of_prefill_is_that_of_a_run_without_the_first_ones_cost():
-    pauses = [0.02, 0.002]
-    rate = prefill_rate(lambda: time.sleep(pauses.pop(0)), 10)
-    assert 10 / 0.02 < rate < 10 / 0.002 and not pauses
-    calls = []
-    assert 10 < prefill_rate(lambda: (calls.append(1), time.sleep(0.05)), 10, enough=0.01) < 10 / 0.05
-    assert len(calls) == 1
+    pauses = [0.2, 0.02]
+
+    def execute(step: StepPlan) -> Step:
+        time.sleep(pauses.pop(0))
+        return Step(step)
+
+    assert 10 / 0.2 < prefill_rate(execute, plan(0, 10), enough=9) < 10 / 0.02 and not pauses
+    pauses = [0.05, 0.05]
+    assert prefill_rate(execute, plan(0, 10), enough=0.01) < 10 / 0.05
+    assert len(pauses) == 1
