@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.kv.tiers import BlockStore
 from octavo.messages import ModelFacts, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Executor(ABC):
     """Runs the steps of one replica on its workers."""
 
     facts: ModelFacts
+    block_store: BlockStore | None = None  # the tier of KV blocks behind host memory
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -47,6 +49,8 @@ class UniprocExecutor(Executor):
             self._close_compiler()
             raise
         self.facts = self._worker.facts
+        tiers = self._worker.tiers
+        self.block_store = None if tiers is None else tiers.store
 
     def execute(self, plan: StepPlan) -> PendingStep:
         return self._worker.execute(plan)
