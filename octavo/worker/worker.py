@@ -36,13 +36,16 @@ from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.kv_tiers import KVTiers, Launched, prefill_rate
 from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
-from octavo.worker.model_runner import LaunchedStep, ModelRunner
-from octavo.worker.pooling_runner import LaunchedPooling, PoolingRunner
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
 from octavo.worker.weight_bytes import step_weight_bytes
 
 logger = logging.getLogger(__name__)
+
+_PROBE_ROWS = 32  # of a prompt, computed on a CPU to find its rate
 
 
 class Worker:
@@ -53,6 +56,8 @@ class Worker:
     """
 
     facts: ModelFacts
+    tiers: KVTiers | None = None
+    _prefill_rate = 0.0  # tokens per second; measured if there is a host tier
 
     def __init__(self, config: EngineConfig, compiler: KernelCompiler | None = None):
         begin = time.perf_counter()
@@ -104,6 +109,8 @@ class Worker:
             rope,
             config.block_size,
         )
+        if self.tiers is not None:
+            self.tiers.open_store(root)
         ready = time.perf_counter()
         self.facts = replace(
             self.facts,
@@ -117,6 +124,7 @@ class Worker:
                 "weights": self._describe_weights(),
                 "attention": self.model.attention_layers()[0].backend.name,
                 "kv cache": describe_pool(self.groups, self.facts.num_blocks),
+                **({} if self.tiers is None else self._describe_tiers(self.tiers)),
                 "decode steps": self._describe_decoding(),
                 "loading": f"{loaded - begin:.2f} s",
                 **({} if compiler is None else {"kernels": f"{compiled - loaded:.2f} s"}),
@@ -153,6 +161,9 @@ class Worker:
         )
         return source, wanted, build
 
+    def _describe_tiers(self, tiers: KVTiers) -> dict[str, str]:
+        return {**tiers.describe(), "prefill": f"{self.facts.prefill_rate:.0f} tokens/s"}
+
     def _describe_decoding(self) -> str:
         if self.runner.recorded is not None:
             return "recorded at first use"
@@ -163,13 +174,15 @@ class Worker:
         kinds = [self.dtype, self.quantization, "batch_invariant" if self.config.batch_invariant else None]
         return "+".join(kind for kind in kinds if kind is not None)
 
-    def execute(self, plan: StepPlan) -> LaunchedStep | LaunchedPooling:
-        """Launch a step.
+    def execute(self, plan: StepPlan) -> Launched:
+        """Launch a step, and the copies of blocks that go with it.
 
         Raises:
             EngineDeadError: the device can run nothing more.
         """
         try:
+            if self.tiers is not None:
+                return self.tiers.execute(plan, self.runner.execute)
             return self.runner.execute(plan)
         except torch.OutOfMemoryError:
             raise
@@ -180,6 +193,8 @@ class Worker:
 
     def close(self) -> None:
         """Free model and cache."""
+        if self.tiers is not None:
+            self.tiers.close()
         del self.runner, self.model
         gc.collect()
         if self.device.type == "cuda":
@@ -241,6 +256,23 @@ class Worker:
             pooling_type=None if self.pooling is None else self.pooling.pooling_type,
         )
         self.runner = self._make_runner(blocks, length)
+        if config.swap_space:
+            self.tiers = self._make_tiers()
+
+    def _make_tiers(self) -> KVTiers:
+        """Allocate the host tier; its size and what its copies compete with enter the facts."""
+        tiers = KVTiers(self.config, self.runner.kv_caches)
+        if self.device.type == "cpu":
+            rows = min(_PROBE_ROWS, self.max_num_batched_tokens, self.facts.kv_capacity - 1)
+            plan, _ = self.first_step(np.array([rows], np.int32), SamplingParams(max_tokens=1))
+            self._prefill_rate = prefill_rate(self.runner.execute, plan)
+        self.facts = replace(
+            self.facts,
+            num_host_blocks=tiers.host.num_slots,
+            host_copy_rate=tiers.host.rate_into,
+            prefill_rate=self._prefill_rate,
+        )
+        return tiers
 
     def _make_runner(self, blocks: int, length: int) -> ModelRunner | PoolingRunner:
         caches = allocate_caches(self.groups, blocks, self.device)
@@ -294,6 +326,8 @@ class Worker:
             ) from None
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
+        if self.config.swap_space:
+            self._prefill_rate = prefill_rate(runner.execute, plan)
         del runner
         gc.collect()
         # Fragmentation and libraries' workspaces are not in PyTorch's count: a twentieth and 256 MiB.
