@@ -38,10 +38,14 @@ def nothing_is_left(request):
 def test_first_snippet_with_the_import_changed():
     model = str(tiny.checkpoint("llama"))
     settings = dict(
-        tensor_parallel_size=1, gpu_memory_utilization=0.9, max_num_batched_tokens=8192, enforce_eager=False
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        max_num_batched_tokens=8192,
+        enforce_eager=False,
+        swap_space=1,
     )
-    with pytest.raises(ConfigError, match="swap_space=4 is not supported"):
-        LLM(model=model, swap_space=4, **settings)
+    with pytest.raises(ConfigError, match="swap_space=99999 GiB is more host memory than is free"):
+        LLM(model=model, **(settings | dict(swap_space=99999)))
     llm = LLM(model=model, **settings, **SMALL)
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=12)
     outputs = llm.generate(["Hello, my name is", "The capital of France is"], params)
