@@ -39,13 +39,14 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def pretended_gpu(facts: dict[str, Any]) -> Iterator[torch.device]:
+def pretended_gpu(facts: dict[str, Any], place: str = "meta") -> Iterator[torch.device]:
     """In this context, on this thread, what is made on CUDA devices has no memory and is not computed.
 
     What asks `torch.cuda` for a GPU's properties is told `facts`.
 
     Args:
         facts: of `gpu_facts`, of a GPU here or elsewhere: name, major, minor, multi_processor_count, …
+        place: where such tensors are in truth; on "cpu" they are computed, for tests.
 
     Yields:
         The device.
@@ -66,8 +67,9 @@ def pretended_gpu(facts: dict[str, Any]) -> Iterator[torch.device]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(_ShapesOnly())
-        stack.enter_context(_OnDevice(device))
+        if place == "meta":
+            stack.enter_context(_ShapesOnly())
+        stack.enter_context(_OnDevice(device, place))
         yield device
 
 
@@ -88,17 +90,27 @@ class _Event:
 
 
 class _OnDevice(TorchFunctionMode):
-    """Makes on `meta` what is asked for on the GPU, and says that `meta` tensors lie there."""
+    """Makes in another place what is asked for on the GPU, and says that tensors in that place lie on it."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, place: str):
         super().__init__()
-        self._device = device
+        self._place = place
+
+        def there(tensor: Tensor) -> bool:
+            return tensor.device.type == place
+
+        def copy(target: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(source, Tensor) and source.is_meta and not target.is_meta:
+                return target  # to the host, where nobody looks
+            return target.copy_(source, *args, **kwargs)
+
         self._answers: dict[Any, Callable[..., Any]] = {
-            Tensor.device.__get__: lambda t, *_: device if t.is_meta else t.device,
-            Tensor.is_cuda.__get__: lambda t, *_: t.is_meta,  # type: ignore[attr-defined]
-            Tensor.get_device: lambda t: device.index if t.is_meta else t.get_device(),
+            Tensor.device.__get__: lambda t, *_: device if there(t) else t.device,
+            Tensor.is_cuda.__get__: lambda t, *_: there(t),  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: lambda t, *_: t.is_cpu and not there(t),  # type: ignore[attr-defined]
+            Tensor.get_device: lambda t: device.index if there(t) else t.get_device(),
             Tensor.pin_memory: lambda t, *_, **__: t,
-            Tensor.copy_: self._copy,
+            Tensor.copy_: copy,
         }
 
     def __torch_function__(
@@ -114,13 +126,7 @@ class _OnDevice(TorchFunctionMode):
 
     def _there(self, value: Any) -> Any:
         named = isinstance(value, str) and value.partition(":")[0] == "cuda"
-        return "meta" if named or (isinstance(value, torch.device) and value.type == "cuda") else value
-
-    @staticmethod
-    def _copy(target: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(source, Tensor) and source.is_meta and not target.is_meta:
-            return target  # to the host, where nobody looks
-        return target.copy_(source, *args, **kwargs)
+        return self._place if named or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
 class _Rules:
