@@ -32,8 +32,8 @@ def dequantize(
     Raises:
         NotImplementedError: an encoding that neither this module nor the `gguf` package decodes.
     """
-    if type_name in _PLAIN:
-        plain = _PLAIN[type_name]
+    if type_name in PLAIN:
+        plain = PLAIN[type_name]
         aligned = data if data.storage_offset() % plain.itemsize == 0 else data.clone()
         return aligned.view(plain).view(shape).to(device=device, dtype=dtype)
     if type_name not in ENCODINGS:
@@ -62,4 +62,5 @@ def _by_package(data: torch.Tensor, type_name: str, shape: tuple[int, ...]) -> t
     return torch.from_numpy(decode(rows, GGMLQuantizationType[type_name])).view(shape)
 
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+#: encodings that are numbers as they are
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}

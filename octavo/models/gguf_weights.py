@@ -14,7 +14,7 @@ from octavo.models.ahead import Job, run_ahead
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_families import FAMILIES, TOP_NAMES, GGUFFamily
 from octavo.models.gguf_file import GGUFFile, GGUFTensor
-from octavo.models.gguf_quants import dequantize
+from octavo.models.gguf_quants import PLAIN, dequantize
 from octavo.models.mapped_file import MappedFile
 from octavo.models.targets import Targets, check_tensors
 from octavo.quantization.gguf_blocks import quantized_matrix
@@ -95,6 +95,8 @@ def gguf_weights(
             if match and heads:
                 raw = _unpermute(raw, tensor.shape[0], heads[match[1]])
             if tensor.type_name in targets[name].encodings and len(tensor.shape) == 2:
+                if tensor.type_name in PLAIN:
+                    return dequantize(raw, tensor.type_name, tensor.shape, PLAIN[tensor.type_name], device)
                 kept = quantized_matrix(tensor.type_name, raw, *tensor.shape)
                 if kept is not None:
                     return QuantizedTensor.of(kept)

@@ -148,6 +148,6 @@ def experts_method(quantization: str | None, prefix: str) -> ExpertsMethod:
     Raises:
         ConfigError: a setting that this version does not know.
     """
-    if quantization in (None, "gguf", "int8"):  # the experts of such models are expanded
+    if quantization in (None, "gguf", "half", "int8"):  # the experts of such models are expanded
         return UnquantizedExpertsMethod()
     raise ConfigError(f"quantization={quantization!r} is not supported by this version: leave it out")

@@ -58,7 +58,7 @@ class LinearMethod(ABC):
 
     Attributes:
         name: the setting's value, or "unquantized".
-        keeps: GGML's encodings in which a tensor may come as a `QuantizedTensor`.
+        keeps: GGML's encodings in which a tensor may come: as a `QuantizedTensor`, or in its own float type.
     """
 
     name: str
@@ -269,9 +269,10 @@ def linear_method(quantization: str | None, prefix: str) -> LinearMethod:
     if quantization is None:
         return UnquantizedLinearMethod()
     # Methods build on this module.
+    from octavo.quantization.half_method import HalfMethod
     from octavo.quantization.quantized_method import GGUFMethod, Int8Method
 
-    for method in (GGUFMethod, Int8Method):
+    for method in (GGUFMethod, HalfMethod, Int8Method):
         if quantization == method.name:
             return method()
     raise ConfigError(f"quantization={quantization!r} is not supported by this version: leave it out")

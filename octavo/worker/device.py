@@ -9,13 +9,16 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kernels.cpu import half
 from octavo.kernels.quant_ops import has_kernels
 from octavo.models.config import ModelConfig
 from octavo.models.locate import ModelSource
 from octavo.planning.hardware import detect_cpu, usable_cores
+from octavo.quantization.linear_method import cpu_lacks
 
 logger = logging.getLogger(__name__)
 
+_HALF_FILES = (1, 32)  # GGUF's "general.file_type" of files in float16 and bfloat16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,16 +87,23 @@ def choose_quantization(
         ConfigError: a setting that does not fit the model or the device.
     """
     stored = source.kind == "gguf" and load_format != "dummy"
-    if name is None:
-        return "gguf" if stored and device.type == "cpu" and has_kernels() else None
-    if name == "none":
-        return None
     if name == "gguf" and not stored:
         reason = "random weights have none" if source.kind == "gguf" else f"{source.name} is none"
         raise ConfigError(
             f"quantization='gguf' keeps the encodings of a GGUF file, and {reason}: leave it out"
         )
-    return name
+    if name not in (None, "none"):
+        return name
+    plain = not stored or model.extra.get("general.file_type") in _HALF_FILES
+    if name is None and not plain and device.type == "cpu" and has_kernels():
+        return "gguf"
+    # Encoded numbers are expanded to the activations' dtype, floats come as they are.
+    given = model.dtype if plain else dtype
+    halves = ("bfloat16", "float16")
+    computes_wide = dtype == "float32" or (dtype in halves and cpu_lacks(DTYPES[dtype]))
+    if device.type == "cpu" and given in halves and computes_wide and half.panel():
+        return "half"
+    return None
 
 
 def set_threads(config: EngineConfig, device: torch.device) -> int:

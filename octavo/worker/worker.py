@@ -80,7 +80,7 @@ class Worker:
                 self.model_config,
                 load_targets(self.model),
                 config.load_format,
-                DTYPES[self.dtype],
+                DTYPES[self._given_dtype()],
                 self.device,
                 seed=config.seed,
             )
@@ -143,7 +143,9 @@ class Worker:
         self.pooling = pooling_settings(config, source, self.model_config)
         check_batch_invariant(config, self.device, self.model_config, self.pooling is not None)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
-        self.quantization = choose_quantization(config.quantization, source, config.load_format, self.device)
+        self.quantization = choose_quantization(
+            config.quantization, source, config.load_format, self.device, self.model_config, self.dtype
+        )
         wanted = self._wanted_length(self.model_config)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
             8192 if self.device.type == "cuda" else 2048
@@ -163,6 +165,11 @@ class Worker:
 
     def _describe_tiers(self, tiers: KVTiers) -> dict[str, str]:
         return {**tiers.describe(), "prefill": f"{self.facts.prefill_rate:.0f} tokens/s"}
+
+    def _given_dtype(self) -> str:
+        """The name of the dtype in which weights that are made (random, or decoded) come."""
+        random = self.config.load_format == "dummy"
+        return self.model_config.dtype if random and self.quantization == "half" else self.dtype
 
     def _describe_decoding(self) -> str:
         if self.runner.recorded is not None:
@@ -393,7 +400,8 @@ class Worker:
             return "as dtype"
         tensors = (*self.model.parameters(), *self.model.buffers())
         nbytes = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
-        kept = "as the GGUF file encodes them" if self.quantization == "gguf" else self.quantization
+        described = {"gguf": "as the GGUF file encodes them", "half": "16-bit floats as the checkpoint's"}
+        kept = described.get(self.quantization, self.quantization)
         return f"{kept} ({nbytes / 1e6:.0f} MB)"
 
     def _describe_device(self, threads: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -266,20 +267,25 @@ def compare(model: Any, expanded: Any, tolerance: float) -> None:
 
 def test_what_the_setting_means(monkeypatch: pytest.MonkeyPatch) -> None:
     file, folder = ModelSource("gguf", Path("m.gguf"), "m"), ModelSource("folder", Path("m"), "m")
+    model = replace(load_model_config(find_model(str(tiny.checkpoint("llama")))), dtype="float32")
+
+    def choice(name: str | None, source: ModelSource, load_format: str, device: str = "cpu") -> str | None:
+        return choose_quantization(name, source, load_format, torch.device(device), model, "float32")
+
     monkeypatch.setattr("octavo.worker.device.has_kernels", lambda: True)
-    assert choose_quantization(None, file, "auto", CPU) == "gguf"
-    assert choose_quantization(None, file, "dummy", CPU) is None
-    assert choose_quantization(None, file, "auto", torch.device("cuda")) is None
-    assert choose_quantization(None, folder, "auto", CPU) is None
-    assert choose_quantization("none", file, "auto", CPU) is None
-    assert choose_quantization("int8", folder, "auto", CPU) == "int8"
+    assert choice(None, file, "auto") == "gguf"
+    assert choice(None, file, "dummy") is None
+    assert choice(None, file, "auto", "cuda") is None
+    assert choice(None, folder, "auto") is None
+    assert choice("none", file, "auto") is None
+    assert choice("int8", folder, "auto") == "int8"
     with pytest.raises(ConfigError, match="m is none: leave it out"):
-        choose_quantization("gguf", folder, "auto", CPU)
+        choice("gguf", folder, "auto")
     with pytest.raises(ConfigError, match="random weights have none: leave it out"):
-        choose_quantization("gguf", file, "dummy", CPU)
+        choice("gguf", file, "dummy")
     monkeypatch.setattr("octavo.worker.device.has_kernels", lambda: False)
-    assert choose_quantization(None, file, "auto", CPU) is None
-    assert choose_quantization("gguf", file, "auto", CPU) == "gguf"
+    assert choice(None, file, "auto") is None
+    assert choice("gguf", file, "auto") == "gguf"
 
 
 def test_plain_pytorch_is_announced(

@@ -1,0 +1,135 @@
+"""Products of float32 rows with matrices that stay 16-bit floats in memory, in C++; twin:
+`octavo.kernels.reference_half`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.cpu.ops import available, differ, library, row_stride
+
+SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
+DTYPES = (torch.bfloat16, torch.float16)
+_NO_GATE = -1
+_arena = Arena()
+
+
+class _Matrix(ctypes.Structure):
+    """`HalfMatrix` in half.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("is_float16", ctypes.c_int32),
+    ]
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    lib = library()
+    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    for name, arguments, result in (
+        ("octavo_half_pack", [p, p, n, n, n], None),
+        ("octavo_half_rows", [p, p, n, p, n], i),
+        ("octavo_half_linear", [p, p, n, n, p, p, n, i, n], i),
+    ):
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, result
+    return lib
+
+
+@functools.cache
+def panel() -> int:
+    """Rows that the kernels compute side by side: 16 or 32; 0 where there are no such kernels (the CPU has
+    neither AVX2 with FMA and F16C nor AVX-512, or the library cannot be built)."""
+    return int(library().octavo_half_panel()) if available() else 0
+
+
+def matrix_bytes(rows: int, columns: int) -> int:
+    """Bytes of a `HalfMatrix`."""
+    return -(-rows // panel()) * panel() * columns * 2
+
+
+class HalfMatrix:
+    """A matrix `[rows, columns]` of bfloat16 or float16 in the layout of the kernels, 2 bytes a number.
+
+    Rows are zero until `fill` brings them. The last panel's unused rows are zero.
+    """
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype):
+        if dtype not in DTYPES:
+            raise TypeError(f"matrices of 16-bit floats are bfloat16 or float16, not {dtype}")
+        lib = _functions()
+        self.rows, self.columns, self.dtype = rows, columns, dtype
+        #: uint8: the memory that holds it
+        self.data, self._chunk = _arena.take(matrix_bytes(rows, columns))
+        self.data.zero_()
+        self._matrix = _Matrix(self.data.data_ptr(), rows, columns, int(dtype is torch.float16))
+        self._address = ctypes.addressof(self._matrix)
+        self._linear, self._rows = lib.octavo_half_linear, lib.octavo_half_rows
+
+    def fill(self, first: int, piece: torch.Tensor) -> None:
+        """Rows from `first` on: `[any, columns]` of the matrix's dtype, on the CPU; copied."""
+        if piece.dtype is not self.dtype:
+            raise differ(self.data.view(self.dtype), piece)
+        if piece.dim() != 2 or piece.shape[1] != self.columns or first + piece.shape[0] > self.rows:
+            raise ValueError(
+                f"a piece {list(piece.shape)} doesn't fit at row {first} of [{self.rows}, {self.columns}]"
+            )
+        if piece.stride(1) != 1:
+            piece = piece.contiguous()
+        _functions().octavo_half_pack(self._address, piece.data_ptr(), piece.shape[0], piece.stride(0), first)
+
+    @property
+    def gates(self) -> bool:
+        """Whether `linear` takes a gate."""
+        return self.rows % (2 * panel()) == 0
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gate: int = _NO_GATE) -> torch.Tensor:
+        """`x @ W^T + bias`: float32 `[any, columns]` to `[any, rows]`.
+
+        A row's result is the same bits whatever rows stand beside it.
+
+        Args:
+            x: float32, rows any stride apart.
+            bias: float32 `[rows]`.
+            gate: SILU or GELU_TANH, if the matrix `gates`: the result is that of the first half of the
+                rows times the second, `[any, rows / 2]`.
+        """
+        n, columns = x.shape
+        if columns != self.columns:
+            raise ValueError(f"x has {columns} columns, the matrix {self.columns}")
+        if x.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
+            raise TypeError(f"products with 16-bit matrices take float32, not {x.dtype}")
+        width = self.rows if gate == _NO_GATE else self.rows // 2
+        out = x.new_empty((n, width))
+        status = self._linear(
+            self._address,
+            x.data_ptr(),
+            n,
+            row_stride(x),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            width,
+            gate,
+            torch.get_num_threads(),
+        )
+        if status:
+            raise ValueError(f"a matrix of {self.rows} rows takes no gate")
+        return out
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix, `ids` integer `[n]`, all below `rows` (not checked): float32 `[n, columns]`."""
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty(len(ids), self.columns)
+        self._rows(self._address, ids.data_ptr(), len(ids), out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def equals(self, other: HalfMatrix) -> bool:
+        """Whether both hold the same numbers in the same type."""
+        same = self.rows == other.rows and self.columns == other.columns and self.dtype is other.dtype
+        return same and torch.equal(self.data, other.data)
