@@ -184,6 +184,11 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "fcfs", "Order of waiting requests: by arrival, or by priority first.", choices=("fcfs", "priority")
     )
+    look_ahead_admission: bool = setting(
+        True,
+        "Let a request begin when the KV blocks that running ones are expected to need leave room for it, so "
+        "that few are preempted; off: when its prompt fits.",
+    )
     async_scheduling: bool | None = setting(
         None,
         "Schedule a step while the one before runs; by default on a GPU, where steps can overlap.",
@@ -238,13 +243,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.kv_cache_dtype == "fp8_e4m3":  # two names of one type
+            self.kv_cache_dtype = "fp8"
         if self.max_model_len in ("auto", -1):
             self.max_model_len = "auto"
         elif self.max_model_len is not None and (
             not isinstance(self.max_model_len, int) or self.max_model_len < 2
         ):
-        if self.kv_cache_dtype == "fp8_e4m3":  # two names of one type
-            self.kv_cache_dtype = "fp8"
             raise ConfigError(
                 f"max_model_len={self.max_model_len!r} is not valid: give at least 2 tokens, or auto"
             )

@@ -11,11 +11,15 @@ from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
 from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.kv.groups import page_bytes
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
+from octavo.kv.offloading import TierRates
 from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts, StepResult
 
 logger = logging.getLogger(__name__)
+
+_DISK_WAIT = 0.05  # seconds to sleep at most where nothing can be computed before a block has been read
 
 
 class EngineCore:
@@ -50,7 +54,16 @@ class EngineCore:
         if config.enable_prefix_caching and facts.pooling_type in (None, "LAST"):
             hasher = BlockHasher(config.prefix_caching_hash_algo, facts.cache_root, config.block_size)
         logger.info("engine ready: %s", ", ".join(f"{name} {value}" for name, value in facts.summary.items()))
-        self.kv = KVManager(facts.groups, facts.num_blocks, hasher)
+        # Rows that were computed before can't be skipped where all of them make the vector.
+        num_host_blocks = facts.num_host_blocks if facts.pooling_type in (None, "LAST") else 0
+        self.kv = KVManager(
+            facts.groups,
+            facts.num_blocks,
+            hasher,
+            num_host_blocks,
+            TierRates(page_bytes(facts.groups), facts.host_copy_rate, facts.prefill_rate),
+            self.executor.block_store,
+        )
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=config.max_num_seqs,
@@ -61,6 +74,7 @@ class EngineCore:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 use_priority=config.scheduling_policy == "priority",
                 find_shared_prefix=not config.disable_cascade_attn,
+                look_ahead=config.look_ahead_admission,
             ),
             self.kv,
         )
@@ -83,7 +97,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_requests or bool(self._in_flight)
+        return self.scheduler.has_requests or bool(self._in_flight) or self.scheduler.is_copying
 
     def wrap_stages(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Run `wrap(name, function)` in the place of each stage of a step (for profiles); None: plainly."""
@@ -105,6 +119,10 @@ class EngineCore:
             EngineDeadError: the device can run no further step.
         """
         step = self._schedule()
+        if step is None and not self._in_flight:
+            step = self.scheduler.poll()
+            if step is None and self.kv.offloading is not None:
+                self.kv.offloading.wait(_DISK_WAIT)
         if step is not None:
             try:
                 self._in_flight.append((step, self._execute(step.plan)))
@@ -127,7 +145,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks (those in use stay with their requests)."""
-        self.kv.pool.reset_cache()
+        self.kv.reset_cache()
 
     def stats(self) -> CoreStats:
         """Gauges and counters now."""

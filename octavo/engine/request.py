@@ -33,6 +33,10 @@ class Request:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     pooled: bytes | None = None  # the vector of a text to embed
     num_reported: int = 0  # output tokens that have left the core
+    loading: bool = False  # waits for copies
+    gives_way: bool = False  # and will not go on once they are through
+    num_found: int = 0  # tokens that need not be computed, once they are through
+    num_on_device: int = 0  # those of them that need no copy
 
     @property
     def prompt_len(self) -> int:
@@ -44,6 +48,11 @@ class Request:
         """Tokens of prompt and output at which the request ends."""
         assert self.core.params.max_tokens is not None
         return self.prompt_len + self.core.params.max_tokens
+
+    @property
+    def ends_at_limit(self) -> bool:
+        """Whether nothing but its limit of tokens ends it (or its client)."""
+        return not self.stop_ids and not self.core.params.stop
 
     @property
     def wants_prompt_logprobs(self) -> bool:

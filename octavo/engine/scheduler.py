@@ -20,11 +20,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.engine.forecast import Forecast
+from octavo.engine.loading import LoadingRequests
 from octavo.engine.news import News
 from octavo.engine.request import Request, extras_of
-from octavo.kv.manager import NEVER, KVManager
+from octavo.kv.manager import NEVER, KVManager, Prefix
 from octavo.kv.shared_prefix import SharedPrefix
-from octavo.messages import Admission, BlockUpdate, CoreOutput, CoreRequest, CoreStats, StepPlan, StepResult
+from octavo.messages import (
+    Admission,
+    BlockCopies,
+    BlockUpdate,
+    CoreOutput,
+    CoreRequest,
+    CoreStats,
+    StepPlan,
+    StepResult,
+)
 
 _NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
 _TableChanges = list[tuple[int, int, int]]  # of one KV group: slot, column, block
@@ -41,6 +52,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     use_priority: bool = False
     find_shared_prefix: bool = True
+    look_ahead: bool = True
 
 
 @dataclass
@@ -54,7 +66,7 @@ class ScheduledStep:
 class Scheduler:
     """Owns the waiting queue, the slots and their state; decides steps and digests their results.
 
-    Invariants (see `check`): a request is waiting, or in exactly one slot, or done; a slot's rows
+    Invariants (see `check`): a request is waiting, or loading, or in exactly one slot, or done; a slot's rows
     scheduled never exceed its known tokens; tables hold every scheduled token; a token that was
     reported never changes.
     """
@@ -82,6 +94,9 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._shared = SharedPrefix(slots, kv.full_groups)
         self._news = News(slots)
+        self._loading = LoadingRequests()
+        self._forecast = Forecast(kv.groups)
+        self._certain = np.zeros(slots, bool)  # nothing ends the request before its limit
         self._running = np.zeros(0, np.int64)  # slots, in the requests' order
         self._orders: list[tuple[int, int]] = []  # of the requests in `_running`
         self._waiting: list[tuple[tuple[int, int], Request]] = []
@@ -90,6 +105,7 @@ class Scheduler:
         self._step = 0
         self._turns = 0
         self._num_waiting = 0
+        self._paused = False  # a request waits for blocks that copies under way hold
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
         # New requests leave a little room, so that running ones need not be preempted at once.
         self._watermark = max(1, kv.pool.num_blocks // 100)
@@ -127,13 +143,22 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self._requests)
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether blocks are on their way between device and host."""
+        return self.kv.offloading is not None and self.kv.offloading.copying
+
     def current_stats(self) -> CoreStats:
         """Gauges now, counters since start (a copy)."""
-        pool = self.kv.pool
+        pool, offloading = self.kv.pool, self.kv.offloading
         self.stats.num_running = len(self._running)
-        self.stats.num_waiting = self._num_waiting
-        self.stats.kv_blocks_used = pool.num_used
-        self.stats.kv_cache_usage = pool.num_used / pool.num_blocks
+        self.stats.num_waiting = self._num_waiting + self._loading.num_live
+        self.stats.kv_blocks_used = self._num_used()
+        self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
+        if offloading is not None:
+            self.stats.host_blocks_total = offloading.tier.num_slots
+            self.stats.host_blocks_used = offloading.tier.num_used
+            self.stats.host_evictions = offloading.tier.num_evicted
         return CoreStats(*(getattr(self.stats, name) for name in CoreStats.__struct_fields__))
 
     # ---- scheduling -----------------------------------------------------------------------------
@@ -144,16 +169,20 @@ class Scheduler:
         Requests that need one row come first and always get it; prompts share what is left of the
         budget (`_share`), then waiting requests are admitted, then prompts get what nobody took.
         """
+        self._paused = False
+        if self.kv.offloading is not None:
+            self._settle()
         run = self._running
         tokens = self._num_tokens[run]
         need = tokens - self._num_computed[run]
         need[tokens >= self._max_total[run]] = 0  # the last token is being sampled
-        if not self._num_waiting and 0 < len(run) <= self.limits.max_num_batched_tokens and (need == 1).all():
+        others = self._num_waiting or len(self._loading)
+        if not others and 0 < len(run) <= self.limits.max_num_batched_tokens and (need == 1).all():
             return self._decode(run)
         budget = self.limits.max_num_batched_tokens
         short = np.flatnonzero(need == 1)
         long = np.flatnonzero(need > 1)
-        room = budget - 1 if (len(long) or self._num_waiting) and budget > 1 else budget
+        room = budget - 1 if (len(long) or others) and budget > 1 else budget
         if len(short) > room:  # more than fit: those served longest ago
             short = short[np.argsort(self._last_turn[run[short]], kind="stable")[:room]]
             self._last_turn[run[short]] = self._turns + np.arange(room)
@@ -170,8 +199,12 @@ class Scheduler:
             budget = self.limits.max_num_batched_tokens - int(rows[kept].sum())
             run, rows, need, long = run[kept], rows[kept], need[kept], np.flatnonzero(need[kept] > 1)
         self._register(run, self._num_computed[run] + rows, self._step)  # those admitted now may share them
-        admitted = [] if preempted else self._admit(budget)
+        admitted = [] if preempted else self._admit_loaded(budget)
         budget -= sum(count for _, count in admitted)
+        if not preempted and not self._paused:
+            more = self._admit(budget)
+            budget -= sum(count for _, count in more)
+            admitted += more
         idle = not admitted and not rows.any()
         if self._give(rows, need, long, budget) and self.kv.has_windows:
             if self._make_room(run, rows, updates, may_preempt=idle):
@@ -184,8 +217,8 @@ class Scheduler:
         rows = np.ones(len(run), np.int32)
         updates: list[_TableChanges] = [[] for _ in self.kv.groups]
         if self._make_room(run, rows, updates):
-            run = run[np.isin(run, self._running)]
-            rows = rows[: len(run)]
+            kept = np.isin(run, self._running)
+            run, rows = run[kept], rows[kept]
         return self._plan(run, rows, [], updates)
 
     def _share(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
@@ -196,7 +229,7 @@ class Scheduler:
         one behind it, and none is held back for ever. Odd tokens fall to either side in turn.
         """
         odd = self._step % 2
-        waiting = bool(self._num_waiting and self._free_slots)
+        waiting = bool((self._num_waiting or len(self._loading)) and self._free_slots)
         half = (budget + odd) // 2
         given = self._give(rows, need, long[:1], half if waiting or len(long) > 1 else budget)
         others = long[1:][np.argsort(need[long[1:]], kind="stable")]
@@ -220,12 +253,13 @@ class Scheduler:
         """Give every scheduled row its blocks; returns whether requests were preempted for that.
 
         Blocks that windows have passed are freed first. Where blocks are short, a prompt gets fewer rows
-        (`rows` is changed); where there are none, requests leave from the end of the order.
+        (`rows` is changed); where there are none, requests leave from the end of the order. A request gets
+        no rows if copies under way hold as many blocks as it needs.
         """
         if self.kv.has_windows:
             self._free_passed(run)
         short_of = self._num_computed[run] + rows > self._capacity[run]
-        preempted = False
+        preempted, soon = False, -1
         if not short_of.any():
             return preempted
         if self._grow_by_one(run[short_of], rows[short_of], updates):
@@ -238,6 +272,16 @@ class Scheduler:
                 if room > 0 or not may_preempt:
                     rows[i] = room
                     break
+                if self.kv.offloading is not None:
+                    soon = self.kv.offloading.num_held() if soon < 0 else soon
+                    if soon < len(updates) and (freed := self._give_up_loading()) is not None:
+                        soon += freed
+                        continue
+                    if soon >= len(updates):
+                        soon -= len(updates)
+                        rows[i] = 0
+                        self._paused = True
+                        break
                 self._preempt(self._at(int(self._running[-1])))  # may be the one that needs it
                 preempted = True
         if preempted:
@@ -281,37 +325,145 @@ class Scheduler:
         """Move waiting requests into slots, in order, while slots, blocks and budget last."""
         admitted: list[tuple[Admission, int]] = []
         most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
-        while budget > 0 and self._free_slots and self._num_waiting:
+        size = self.kv.block_size
+        while budget > 0 and len(self._free_slots) > self._loading.num_live and self._num_waiting:
             request = self._peek_waiting()
             known = len(request.token_ids)
-            prefix = (
-                self.kv.no_prefix()
-                if request.wants_prompt_logprobs
-                else self.kv.find_prefix(request.seq, request.token_ids)
-            )
-            cached = prefix.num_blocks * self.kv.block_size
+            alone = not (len(self._running) or self._loading.num_live)
+            if request.wants_prompt_logprobs:
+                prefix = self.kv.no_prefix()
+            elif self.kv.fetch(request.seq, request.token_ids):
+                self._begin_loading(request, 0, 0)
+                continue
+            else:
+                prefix = self.kv.find_prefix(request.seq, request.token_ids, busy=not alone)
+            cached = prefix.num_blocks * size
             count = min(known - cached, budget, most)
-            spare = self._watermark if len(self._running) or admitted else 0
+            spare = 0 if alone else self._watermark
             free = self.kv.num_free_after(prefix) - spare
             while count and self.kv.missing_at_most(prefix, known, count) > free:
                 count //= 2  # windows need less room in smaller steps
-            if not count:
+            if not count or not (alone or self._foresees_room(request, prefix, count)):
                 break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
             self.kv.adopt(request.seq, prefix)
             self.kv.grow(request.seq, cached + count, known)
-            if request.num_cached < 0:  # a recompute after preemption is no hit
-                request.num_cached = cached
-                request.metrics.scheduled_time = time.time()
-                if not request.wants_prompt_logprobs and self.kv.hasher is not None:
-                    self.stats.prefix_cache_queries += known
-                    self.stats.prefix_cache_hits += cached
-            admission = self._enter_slot(request, cached)
-            self._register(np.array([admission.slot]), np.array([cached + count]), self._step)
-            admitted.append((admission, count))
+            if request.seq.waiter:
+                self._begin_loading(request, cached, prefix.on_device * size)
+                continue
+            self._pop_waiting()
+            admitted.append(self._take_in(request, cached, cached, count))
             budget -= count
         return admitted
+
+    def _admit_loaded(self, budget: int) -> list[tuple[Admission, int]]:
+        """Move requests into slots whose blocks have been copied; they hold all that they need for that."""
+        admitted: list[tuple[Admission, int]] = []
+        most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
+        for request in self._loading.ready() if len(self._loading) else ():
+            found = request.num_found
+            count = min(len(request.token_ids) - found, budget, most)
+            if count <= 0:
+                break
+            end = self.kv.fit(request.seq, found + count)  # windows may get less, but what they began with
+            self.kv.grow(request.seq, end)
+            count = end - found
+            self._loading.remove(request)
+            admitted.append(self._take_in(request, found, request.num_on_device, count))
+            budget -= count
+        return admitted
+
+    def _take_in(self, request: Request, cached: int, on_device: int, count: int) -> tuple[Admission, int]:
+        """Enter a request into a slot and give it its first `count` rows, behind `cached` tokens."""
+        stats = self.stats
+        copied = cached - on_device
+        if request.num_cached >= 0:  # back after preemption, which is no hit
+            stats.resumed_by_copy += copied > 0
+            stats.resumed_by_compute += copied == 0
+        else:
+            request.num_cached = cached
+            request.metrics.scheduled_time = time.time()
+            if not request.wants_prompt_logprobs and self.kv.shares:
+                known = len(request.token_ids)
+                stats.prefix_cache_queries += known
+                stats.prefix_cache_hits += on_device
+                if self.kv.offloading is not None:
+                    stats.host_cache_queries += known - on_device
+                    stats.host_cache_hits += copied
+        admission = self._enter_slot(request, cached)
+        self._register(np.array([admission.slot]), np.array([cached + count]), self._step)
+        return admission, count
+
+    def _foresees_room(self, request: Request, prefix: Prefix, count: int) -> bool:
+        """Whether the blocks of all running requests and this one will fit until they end, as expected."""
+        if not self.limits.look_ahead:
+            return True
+        run = self._running
+        new = [*self._loading.live(), request]
+        prompts = np.concatenate([self._prompt_len[run], [r.prompt_len for r in new]])
+        tokens = np.concatenate([self._num_tokens[run], [len(r.token_ids) for r in new]])
+        limits = np.concatenate([self._max_total[run], [r.max_total for r in new]]) - prompts
+        certain = np.concatenate([self._certain[run], [r.ends_at_limit for r in new]])
+        remaining = self._forecast.remaining(tokens - prompts, limits, certain)
+        pool = self.kv.pool
+        taken = pool.num_free - self.kv.num_free_after(prefix)
+        taken += self.kv.missing_at_most(prefix, len(request.token_ids), count)
+        return self._forecast.peak(self._num_used() + taken, tokens, remaining) <= pool.num_blocks
+
+    def _num_used(self) -> int:
+        """Blocks that requests hold."""
+        offloading = self.kv.offloading
+        return self.kv.pool.num_used - (0 if offloading is None else offloading.num_held())
+
+    # ---- copies ---------------------------------------------------------------------------------
+
+    def _begin_loading(self, request: Request, found: int, on_device: int) -> None:
+        """The first waiting request waits for copies from here on (`found` 0: for reads from disk)."""
+        self._pop_waiting()
+        request.num_found, request.num_on_device = found, on_device
+        self._loading.add(request)
+
+    def _settle(self) -> None:
+        """Take back requests whose copies are through and that can't go on with what they brought."""
+        offloading = self.kv.offloading
+        assert offloading is not None
+        offloading.poll(self.stats)
+        for request in self._loading.ended():
+            self._loading.remove(request)
+            waiter = request.seq.waiter
+            self.stats.host_loads_failed += waiter.failed
+            self.stats.disk_cache_hits += waiter.num_read * self.kv.block_size // len(self.kv.groups)
+            waiter.num_read = 0
+            if request.num_found or request.done:
+                self.kv.free(request.seq)
+            if request.done:
+                self.kv.end(request.seq)
+            else:
+                self._enqueue(request)
+
+    def _give_up_loading(self) -> int | None:
+        """Make the newest loading request give way if it is newer than all that run.
+
+        Returns:
+            Blocks that are free once its copies are through (now, if they are), or None: there is no such
+            request.
+        """
+        live = [request for request in self._loading.live() if request.num_found]
+        if not live or live[-1].order < self._orders[-1]:
+            return None
+        request = live[-1]
+        self._loading.give_up(request)
+        self._count_preemption(request)
+        blocks = self.kv.num_own(request.seq)
+        if not request.seq.waiter:
+            self._settle()
+            return 0
+        return blocks
+
+    def poll(self) -> ScheduledStep | None:
+        """A step that has nothing to compute and asks for news of copies, or None if none are under way."""
+        if not self.is_copying:
+            return None
+        return self._make_step(np.zeros(0, np.int64), np.zeros(0, np.int32), [], [[] for _ in self.kv.groups])
 
     def _plan(
         self,
@@ -326,18 +478,31 @@ class Scheduler:
             counts = np.concatenate([rows[chosen], [count for _, count in admitted]]).astype(np.int32)
         else:
             slots, counts = run, rows
-        if not len(slots):
+        copies = []
+        if self.kv.offloading is not None:
+            copies = self.kv.offloading.plan(self._step, clean=len(slots) > 0 and not self._paused)
+        if not len(slots) and not copies:
             return None
         if (counts[:-1] > counts[1:]).any():  # one-row requests first: attention treats them apart
             first = np.argsort(counts > 1, kind="stable")
             slots, counts = slots[first], counts[first]
+        return self._make_step(slots, counts, [admission for admission, _ in admitted], updates, copies)
+
+    def _make_step(
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        admissions: list[Admission],
+        updates: list[_TableChanges],
+        copies: Iterable[BlockCopies] = (),
+    ) -> ScheduledStep:
         start = self._num_computed[slots]
         self._num_computed[slots] += counts
         samples = self._num_computed[slots] == self._num_tokens[slots]
         self._num_tokens[slots] += samples
         plan = StepPlan(
             step_id=self._step,
-            admissions=[admission for admission, _ in admitted],
+            admissions=admissions,
             block_updates=[BlockUpdate(*np.array(c, np.int32).T) if c else _NO_UPDATE for c in updates],
             slots=slots.astype(np.int32),
             num_rows=counts,
@@ -345,10 +510,11 @@ class Scheduler:
             samples=samples,
             prompt_logprobs=self._prompt_logprobs(slots),
             shared_blocks=self._shared_blocks(slots, counts, start),
+            copies=list(copies),
         )
         self._register(slots, self._num_computed[slots], self._step)
         self._step += 1
-        self.stats.num_steps += 1
+        self.stats.num_steps += len(slots) > 0
         return ScheduledStep(plan, self._epoch[slots])
 
     def _shared_blocks(self, slots: np.ndarray, counts: np.ndarray, start: np.ndarray) -> int:
@@ -375,6 +541,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
         """Take in a step's tokens: append, end what is finished, free, register full blocks."""
         plan = step.plan
+        self._end_copies(result)
         now = time.time()
         live = self._epoch[plan.slots] == step.epochs
         if result.prompt_logprobs is not None:
@@ -391,6 +558,13 @@ class Scheduler:
             self._register(left, self._num_computed[left], plan.step_id)
         self.kv.complete(plan.step_id)
         return outputs
+
+    def _end_copies(self, result: StepResult) -> None:
+        offloading = self.kv.offloading
+        if offloading is not None:
+            for numbers, ok in ((result.copies_done, True), (result.copies_failed, False)):
+                for number in numbers:
+                    offloading.ended(number, ok, self.stats)
 
     def _append(
         self,
@@ -489,6 +663,10 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][1]
 
+    def _pop_waiting(self) -> None:
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+
     def _enter_slot(self, request: Request, computed: int) -> Admission:
         slot = request.slot = self._free_slots.pop()
         tokens, core = request.token_ids, request.core
@@ -502,6 +680,7 @@ class Scheduler:
         self._shared.enter(slot)
         self._prompt_len[slot] = request.prompt_len
         self._max_total[slot] = request.max_total
+        self._certain[slot] = request.ends_at_limit
         self._last_turn[slot] = self._turns
         self._news.enter(request)
         self._wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
@@ -539,7 +718,7 @@ class Scheduler:
         request.slot = -1
 
     def _preempt(self, request: Request) -> None:
-        """Free a running request's blocks and queue it again; its KV will be recomputed.
+        """Free a running request's blocks and queue it again; its KV will be recomputed, or copied back.
 
         A token still in flight is dropped: nobody has seen it, and sampling it again at the same
         position gives the same choice.
@@ -547,9 +726,12 @@ class Scheduler:
         self._leave_slot(request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # recomputed with the prompt
+        self._count_preemption(request)
+        self._enqueue(request)
+
+    def _count_preemption(self, request: Request) -> None:
         request.metrics.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self._enqueue(request)
 
     def _finish(
         self, request: Request, reason: str, stop_reason: int | None = None, error: str | None = None
@@ -557,8 +739,17 @@ class Scheduler:
         request.done = True
         if request.slot >= 0:
             self._leave_slot(request)
+        elif request.loading:
+            self._loading.give_up(request)
         else:
             self._num_waiting -= 1
+        if request.loading:
+            self._settle()  # what it holds is free now, unless copies are under way
+        else:
+            self.kv.end(request.seq)
+        used = len(request.token_ids) - request.prompt_len
+        if used > 0 and not request.ends_at_limit:
+            self._forecast.observe(used, request.max_total - request.prompt_len)
         del self._requests[request.core.request_id]
         now = time.time()
         request.metrics.last_token_time = request.metrics.finished_time = now
@@ -589,7 +780,12 @@ class Scheduler:
         assert len(running) + len(self._free_slots) == self.limits.max_num_seqs, "a slot is lost"
         waiting = [r for _, r in self._waiting if not r.done]
         assert len(waiting) == self._num_waiting, f"{len(waiting)} requests wait, {self._num_waiting} counted"
-        assert len(waiting) + len(running) == len(self._requests), "a request is neither waiting nor running"
+        loading = [request for request in self._loading if not request.done]
+        assert len(waiting) + len(running) + len(loading) == len(self._requests), (
+            "a request is neither waiting nor loading nor running"
+        )
+        assert self._loading.num_live == len(self._loading.live()), "loading requests are miscounted"
+        assert len(self._free_slots) >= self._loading.num_live, "a loading request has no slot to go to"
         for slot in running:
             request = self._at(slot)
             assert self._num_computed[slot] <= self._num_tokens[slot], "more rows scheduled than tokens"
@@ -603,4 +799,5 @@ class Scheduler:
         assert self._orders == sorted(self._orders), "running requests are not sorted"
         assert not any(table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
         assert self._stop_uses.min(initial=0) >= 0, "stop token counts went below zero"
-        self.kv.check([(self._at(s).seq, int(self._num_computed[s])) for s in running])
+        holders = [(self._at(s).seq, int(self._num_computed[s])) for s in running]
+        self.kv.check(holders + [(request.seq, request.num_found) for request in self._loading])

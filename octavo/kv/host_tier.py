@@ -52,6 +52,10 @@ class HostTier:
         slot = self._by_entry.get(entry)
         return slot if slot is not None and self._filled[slot] else None
 
+    def findable(self) -> list[tuple[Entry, int]]:
+        """The blocks that can be found, and their slots."""
+        return [(entry, slot) for entry, slot in self._by_entry.items() if self._filled[slot]]
+
     def touch(self, entry: Entry) -> None:
         """A block was used last now."""
         slot = self._by_entry.get(entry)

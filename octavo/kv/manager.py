@@ -381,6 +381,11 @@ class KVManager:
         seq.looked_on_disk = False
         seq.waiter = Waiter()
 
+    def num_own(self, seq: Sequence) -> int:
+        """Blocks that a request alone holds."""
+        refs, _ = self.pool.holders()
+        return sum(refs[block] == 1 for blocks in seq.held() for block in blocks)
+
     def end(self, seq: Sequence) -> None:
         """A request that holds no blocks any more is done: keys that were its own are forgotten."""
         if self.offloading is not None and not self.shares:

@@ -41,6 +41,7 @@ class Waiter:
     copies: set[int] = field(default_factory=set)
     reads: set[int] = field(default_factory=set)
     failed: bool = False  # one of the copies
+    num_read: int = 0  # blocks that came from disk
 
     def __bool__(self) -> bool:
         return bool(self.copies or self.reads)
@@ -224,6 +225,7 @@ class Offloading:
                 continue
             transfer.waiter.reads.discard(ticket)
             stats.disk_blocks_in += ok
+            transfer.waiter.num_read += ok
             if ok:
                 self.tier.filled(transfer.slot)
             else:

@@ -168,6 +168,10 @@ class BlockPool:
         """By block: how many hold it, and the (group, key) that it can be found by. Not copies."""
         return self._refs, self._keys
 
+    def cached(self) -> list[tuple[int, tuple[int, bytes]]]:
+        """Blocks that can be found, and what by."""
+        return [(block, entry) for entry, block in self._by_key.items()]
+
     def num_cached(self) -> int:
         """Blocks that can be found by key."""
         return len(self._by_key)

@@ -2,22 +2,27 @@
 
 The pretend model is a pure function of a request's seed and the tokens before; its KV cache is a
 dictionary of what each block slot holds (for which group of layers, and the tokens up to there), so
-reading a wrong, stale or freed block fails.
+reading a wrong, stale or freed block fails. Host memory remembers likewise: a copy reads its source as late
+as it may, after checking that nobody has changed it since, and its target is spoilt until it is through.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor
+from octavo.errors import EngineDeadError
 from octavo.kv.format import KVFormat, KVGroup
-from octavo.messages import CoreOutput, CoreRequest, ModelFacts, StepPlan, StepResult
+from octavo.kv.keys import NO_EXTRAS
+from octavo.kv.manager import KVManager
+from octavo.kv.tiers import StoreStats
+from octavo.messages import BlockCopies, CoreOutput, CoreRequest, ModelFacts, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
 
 VOCAB = 1000
@@ -39,12 +44,166 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 @dataclass
 class Done:
-    """A launched step whose result is known already."""
+    """A launched step whose result is known already; what copies have ended is told by whoever waits."""
 
     result: StepResult
+    host: PretendHost
 
     def wait(self) -> StepResult:
+        self.host.report(self.result)
         return self.result
+
+
+Content = list[
+    "tuple[int, tuple[int, ...]] | None"
+]  # of a block: per place, KV group and the tokens up to it
+_SPOILT: tuple[int, tuple[int, ...]] = (-1, ())
+
+
+@dataclass
+class _Copying:
+    """A copy under way: when it will be through, how, and what its sources held when it was issued."""
+
+    copies: BlockCopies
+    due: int
+    ok: bool
+    sources: list[Content]
+
+
+class PretendHost:
+    """Host memory and the copies into and out of it, through when `delay` says, and well unless `fails` says.
+
+    Attributes:
+        delay: for each copy, how many steps later it is through (0: with its own).
+        fails: for each copy, whether it fails.
+    """
+
+    def __init__(self, cache: dict[int, tuple[int, tuple[int, ...]]], block_size: int):
+        self._cache = cache
+        self._size = block_size
+        self.slots: dict[int, Content] = {}
+        self.delay: Callable[[], int] = lambda: 0
+        self.fails: Callable[[], bool] = lambda: False
+        self._under_way: list[_Copying] = []
+        self._step = 0
+        self.done: list[int] = []
+        self.failed: list[int] = []
+
+    def block(self, block: int) -> Content:
+        """What a device block holds."""
+        return [self._cache.get(block * self._size + i) for i in range(self._size)]
+
+    def run(self, plan: StepPlan) -> None:
+        """Take in a step's copies, and end those that are due."""
+        self._step += 1
+        for copies in plan.copies:
+            assert len(copies.out_blocks) == len(copies.out_slots)
+            assert len(copies.into_blocks) == len(copies.into_slots)
+            sources = [self.block(int(b)) for b in copies.out_blocks]
+            sources += [list(self.slots[int(s)]) for s in copies.into_slots]
+            for slot in copies.out_slots.tolist():
+                self.slots[slot] = [_SPOILT] * self._size
+            for block in copies.into_blocks.tolist():
+                self._fill(block, [_SPOILT] * self._size)
+            copying = _Copying(copies, self._step + self.delay(), not self.fails(), sources)
+            if copies.urgent:
+                copying.due = self._step
+                self._end(copying)
+            else:
+                self._under_way.append(copying)
+        ending = [c for c in self._under_way if c.due <= self._step]
+        if not len(plan.slots) and not plan.copies:
+            assert self._under_way or self.done or self.failed, "a step that waits for nothing"
+            if not ending and self._under_way:
+                ending = self._under_way[:1]
+        for copying in ending:
+            self._under_way.remove(copying)
+            self._end(copying)
+
+    def report(self, result: StepResult) -> None:
+        """Tell what has ended since the last report."""
+        result.copies_done, result.copies_failed = self.done, self.failed
+        self.done, self.failed = [], []
+
+    def _end(self, copying: _Copying) -> None:
+        copies = copying.copies
+        sources = iter(copying.sources)
+        for block, slot in zip(copies.out_blocks.tolist(), copies.out_slots.tolist(), strict=True):
+            content = next(sources)
+            assert self.block(block) == content, "a block changed while it was copied out"
+            if copying.ok:
+                self.slots[slot] = content
+        for slot, block in zip(copies.into_slots.tolist(), copies.into_blocks.tolist(), strict=True):
+            content = next(sources)
+            assert self.slots[slot] == content, "a host slot changed while it was copied"
+            assert self.block(block) == [_SPOILT] * self._size, "a block was written while it was copied into"
+            if copying.ok:
+                self._fill(block, content)
+        (self.done if copying.ok else self.failed).append(copies.number)
+
+    def _fill(self, block: int, content: Content) -> None:
+        for i, held in enumerate(content):
+            if held is None:
+                self._cache.pop(block * self._size + i, None)
+            else:
+                self._cache[block * self._size + i] = held
+
+
+class PretendStore:
+    """A disk tier; reads and writes end when `delay` says, and well unless `fails` says."""
+
+    def __init__(self, host: PretendHost, capacity: int = 1 << 30):
+        self._host = host
+        self._capacity = capacity
+        self.blocks: dict[tuple[int, bytes], Content] = {}
+        self.delay: Callable[[], int] = lambda: 0
+        self.fails: Callable[[], bool] = lambda: False
+        self._under_way: dict[int, tuple[int, bool, tuple[int, bytes], int]] = {}
+        self._tickets = 0
+        self._polls = 0
+        self.num_read = 0
+
+    def contains(self, group: int, key: bytes) -> bool:
+        return (group, key) in self.blocks
+
+    def read(self, group: int, key: bytes, slot: int) -> int:
+        self._host.slots[slot] = [_SPOILT] * self._host._size
+        return self._begin(True, (group, key), slot)
+
+    def write(self, group: int, key: bytes, slot: int) -> int:
+        return self._begin(False, (group, key), slot)
+
+    def _begin(self, reads: bool, entry: tuple[int, bytes], slot: int) -> int:
+        self._tickets += 1
+        self._under_way[self._tickets] = (self._polls + self.delay(), reads, entry, slot)
+        return self._tickets
+
+    def poll(self) -> list[tuple[int, bool]]:
+        self._polls += 1
+        ended = [ticket for ticket, (due, *_) in self._under_way.items() if due < self._polls]
+        return [(ticket, self._end(*self._under_way.pop(ticket)[1:])) for ticket in ended]
+
+    def _end(self, reads: bool, entry: tuple[int, bytes], slot: int) -> bool:
+        if self.fails() or (reads and entry not in self.blocks):
+            self.blocks.pop(entry, None)
+            return False
+        if reads:
+            self._host.slots[slot] = self.blocks[entry]
+            self.num_read += 1
+        else:
+            self.blocks[entry] = list(self._host.slots[slot])
+            while len(self.blocks) > self._capacity:
+                del self.blocks[next(iter(self.blocks))]
+        return True
+
+    def wait(self, timeout: float) -> None:
+        del timeout
+
+    def stats(self) -> StoreStats:
+        return StoreStats(blocks=len(self.blocks))
+
+    def close(self) -> None:
+        self._under_way.clear()
 
 
 class PretendExecutor(Executor):
@@ -56,6 +215,8 @@ class PretendExecutor(Executor):
         num_blocks: int,
         max_model_len: int,
         windows: Sequence[int | None] = (None,),
+        num_host_blocks: int = 0,
+        disk: bool = False,
     ):
         """A model with one layer per entry of `windows`, each a KV group of its own."""
         fmt = KVFormat("float32", config.block_size, 1, 1)
@@ -68,6 +229,7 @@ class PretendExecutor(Executor):
             overlap=False,
             max_num_batched_tokens=config.max_num_batched_tokens or 64,
             summary={},
+            num_host_blocks=num_host_blocks,
         )
         self.block_size = config.block_size
         shape = (config.max_num_seqs, max_model_len)
@@ -76,11 +238,20 @@ class PretendExecutor(Executor):
         self.windows = windows
         self.tables = [np.full(shape, -1, np.int64) for _ in windows]
         self.cache: dict[int, tuple[int, tuple[int, ...]]] = {}  # one pool for all groups
+        self.host = PretendHost(self.cache, config.block_size)
+        self.disk = PretendStore(self.host) if disk else None
+        self.block_store = self.disk
         self.fail_at: int | None = None
         self.largest = 0
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> Done:
+        try:
+            return self._execute(plan)
+        except AssertionError as error:  # no failure of a step, with which an engine would go on
+            raise EngineDeadError(f"the pretend model found an error: {error}") from error
+
+    def _execute(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
         self.largest = max(self.largest, plan.total_rows)
         for a in plan.admissions:
@@ -90,6 +261,7 @@ class PretendExecutor(Executor):
                 table[a.slot, : len(blocks)] = blocks
         for table, u in zip(self.tables, plan.block_updates, strict=True):
             table[u.slots, u.columns] = u.blocks
+        self.host.run(plan)
         if self.fail_at == plan.step_id:
             raise RuntimeError("pretend failure")
         assert (self.computed[plan.slots] == plan.start).all()
@@ -118,7 +290,8 @@ class PretendExecutor(Executor):
                 out[i] = next_token(tuple(self.tokens[slot, :end]))
                 if end < self.tokens.shape[1]:
                     self.tokens[slot, end] = out[i, 0]
-        return Done(StepResult(tokens=out, num_tokens=plan.samples.astype(np.int32)))
+        result = StepResult(tokens=out, num_tokens=plan.samples.astype(np.int32))
+        return Done(result, self.host)
 
     def place(self, group: int, slot: int, position: int) -> int:
         """Where a token's KV lies, as the block table of the group says."""
@@ -131,12 +304,44 @@ class PretendExecutor(Executor):
 
 
 def make_core(
-    num_blocks: int = 64, max_model_len: int = 200, windows: Sequence[int | None] = (None,), **settings
+    num_blocks: int = 64,
+    max_model_len: int = 200,
+    windows: Sequence[int | None] = (None,),
+    num_host_blocks: int = 0,
+    disk: bool = False,
+    **settings,
 ) -> EngineCore:
-    """An engine core over the pretend model, every invariant checked after each step."""
-    values = dict(max_num_seqs=8, max_num_batched_tokens=64, block_size=8, check_invariants=True) | settings
-    config = EngineConfig(**values)
-    return EngineCore(config, PretendExecutor(config, num_blocks, max_model_len, windows))
+    """An engine core over the pretend model, every invariant checked after each step.
+
+    It admits what fits at the moment, unless told otherwise, so that preemption is common.
+    """
+    values = dict(max_num_seqs=8, max_num_batched_tokens=64, block_size=8, check_invariants=True)
+    config = EngineConfig(**values | dict(look_ahead_admission=False) | settings)
+    executor = PretendExecutor(config, num_blocks, max_model_len, windows, num_host_blocks, disk)
+    return EngineCore(config, executor)
+
+
+def check_contents(kv: KVManager, executor: PretendExecutor, salts: Sequence[str | None] = (None,)) -> int:
+    """Verify that every block that can be found holds what its key says, in the pool, in host memory and on
+    disk; returns how many were looked at. No step may be in flight."""
+    assert kv.hasher is not None and kv.offloading is not None
+    found = [((g, key), executor.host.block(b)) for b, (g, key) in kv.pool.cached()]
+    tier = kv.offloading.tier
+    found += [(entry, executor.host.slots[slot]) for entry, slot in tier.findable()]
+    if executor.disk is not None:
+        found += list(executor.disk.blocks.items())
+    for (group, key), content in found:
+        assert [held and held[0] for held in content] == [group] * kv.block_size, "a block of another group"
+        tokens = content[-1][1]
+        assert all(held[1] == tokens[: len(held[1])] for held in content), "a block of several texts"
+        assert len(tokens) % kv.block_size == 0 and len(content[0][1]) == len(tokens) - kv.block_size + 1
+        chains = []
+        for salt in salts:
+            chains.append([])
+            extras = NO_EXTRAS if salt is None else replace(NO_EXTRAS, cache_salt=salt)
+            kv.hasher.extend(chains[-1], np.asarray(tokens, np.int32), len(tokens) // kv.block_size, extras)
+        assert key in [chain[-1] for chain in chains], "a block holds what another key says"
+    return len(found)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8, **fields) -> CoreRequest:

@@ -14,13 +14,18 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.errors import EngineDeadError
 from octavo.messages import CoreOutput, CoreRequest, StepPlan, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from tests.engine import simulation as sim
 
 
 class _Failed:
+    def __init__(self, executor: Reporting):
+        self.executor = executor
+
     def wait(self):
+        self.executor.unseen -= 1
         raise RuntimeError("pretend failure, seen late")
 
 
@@ -29,13 +34,20 @@ class Reporting(sim.PretendExecutor):
 
     late_failures: frozenset[int] = frozenset()
     failures: frozenset[int] = frozenset()
+    unseen = 0  # failed steps that the engine does not know of yet
 
     def execute(self, plan: StepPlan):
         self.fail_at = plan.step_id if plan.step_id in self.failures else None
-        done = super().execute(plan)
+        try:
+            done = super().execute(plan)
+        except EngineDeadError as error:
+            if not self.unseen:
+                raise
+            raise RuntimeError("computed on what a failed step left") from error
         if plan.step_id in self.late_failures:
             self._spoil(plan)
-            return _Failed()
+            self.unseen += 1
+            return _Failed(self)
         n = len(plan.slots)
         done.result.logprobs = [
             [_entry(done.result.tokens[i, 0])] if plan.samples[i] else None for i in range(n)
@@ -81,17 +93,30 @@ def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore
         scheduling_policy=draw.choice(["fcfs", "priority"]),
         enable_prefix_caching=draw.random() < 0.75,
         long_prefill_token_threshold=draw.choice([0, 0, 1, 5]),
+        look_ahead_admission=draw.random() < 0.3,
         check_invariants=True,
     )
     windows = draw.choice(WINDOWS)
     blocks = num_blocks * len(windows)
     if any(windows):  # down to what one request of one block needs
         blocks = draw.randint(len(windows), blocks)
-    executor = Reporting(config, blocks, 60, windows)
+    host_blocks = draw.choice([0, 0, 1, 5, 20, 200])
+    disk = host_blocks > 0 and config.enable_prefix_caching and draw.random() < 0.5
+    executor = Reporting(config, blocks, 60, windows, host_blocks, disk)
+    _disturb(draw, executor)
     if draw.random() < 0.3:
         executor.failures = frozenset(draw.sample(range(60), 3))
         executor.late_failures = frozenset(draw.sample(range(60), 3))
     return EngineCore(config, executor)
+
+
+def _disturb(draw: random.Random, executor: Reporting) -> None:
+    """Copies, reads and writes that take some steps, and some that fail."""
+    most, rate = draw.choice([0, 1, 4]), draw.choice([0, 0, 0.2])
+    for tier in (executor.host, executor.disk):
+        if tier is not None:
+            tier.delay = lambda: draw.randint(0, most)
+            tier.fails = lambda: draw.random() < rate
 
 
 def _request(draw: random.Random, name: str, stem: list[int], room: int) -> CoreRequest:
