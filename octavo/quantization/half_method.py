@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores as 16-bit floats, kept so on a CPU that computes in float32.
+"""Weights of 16-bit floats, kept so in memory and computed on in float32, on CPUs.
 
 Widening is exact, so products are those of float32 weights; a step reads half as much memory.
 """
@@ -21,8 +21,10 @@ _GATES: dict[GatedActivation, int] = {ops.silu_and_mul: half.SILU, ops.gelu_tanh
 
 
 class HalfMethod(UnquantizedEmbeddingMethod):
-    """A matrix all of whose pieces come in bfloat16, or all in float16, as `layer.half_matrix`, its memory
-    the buffer `panels`. Where a piece has another type the layer has a `weight` in the activations' dtype.
+    """A matrix in 16 bits as `layer.half_matrix`, its memory the buffer `panels`.
+
+    It has the activations' dtype where that has 16 bits. Beside float32 activations it has the type in which
+    its pieces come; where they come in several, or in others, the layer has a `weight` in float32.
     """
 
     name = "half"
@@ -31,14 +33,14 @@ class HalfMethod(UnquantizedEmbeddingMethod):
     def kept_bytes(
         self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
     ) -> int:
-        if not _all_half(parts):
+        if not _all_half(parts, dtype):
             return super().kept_bytes(parts, columns, dtype, device)
         return half.matrix_bytes(sum(rows for rows, _ in parts), columns)
 
     def tied_bytes(
         self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
     ) -> int:
-        return 0 if _all_half(parts) else super().tied_bytes(parts, columns, dtype, device)
+        return 0 if _all_half(parts, dtype) else super().tied_bytes(parts, columns, dtype, device)
 
     def create_weights(
         self, layer: nn.Module, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
@@ -47,14 +49,17 @@ class HalfMethod(UnquantizedEmbeddingMethod):
             super().create_weights(layer, out_features, in_features, torch.bfloat16, device)
         layer.half_matrix = None  # type: ignore[assignment]
         layer.matrix_shape = (out_features, in_features)  # type: ignore[assignment]
-        layer.wide_dtype = dtype  # type: ignore[assignment]
+        layer.activation_dtype = dtype  # type: ignore[assignment]
 
     def load_shard(self, layer: nn.Module, name: str, tensor: torch.Tensor, shard: Shard) -> None:
         matrix = _half(layer)
-        if matrix is None and "weight" not in layer._parameters and tensor.dtype in half.DTYPES:
-            matrix = half.HalfMatrix(*_shape(layer), tensor.dtype)
+        dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
+        if dtype not in half.DTYPES:
+            dtype = tensor.dtype
+        if matrix is None and "weight" not in layer._parameters and dtype in half.DTYPES:
+            matrix = half.HalfMatrix(*_shape(layer), dtype)
             layer.half_matrix = matrix  # type: ignore[assignment]
-        if matrix is None or tensor.dtype is not matrix.dtype:
+        if matrix is None or dtype is not matrix.dtype:
             self._widen(layer)
             super().load_shard(layer, name, tensor, shard)
             return
@@ -71,7 +76,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         if "weight" in layer._parameters:
             return
         rows, columns = _shape(layer)
-        dtype: torch.dtype = layer.wide_dtype  # type: ignore[assignment]
+        dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
         super().create_weights(layer, rows, columns, dtype, torch.device("cpu"))
         weight = layer.get_parameter("weight")
         matrix = _half(layer)
@@ -113,7 +118,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         matrix = _half(layer)
         if matrix is None:
             return super().look_up(layer, token_ids)
-        dtype: torch.dtype = layer.wide_dtype  # type: ignore[assignment]
+        dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
         return matrix.look_up(token_ids.reshape(-1)).to(dtype).view(*token_ids.shape, -1)
 
     def share(self, layer: nn.Module, source: nn.Module) -> None:
@@ -129,8 +134,10 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         return ours is not None and theirs is not None and ours.equals(theirs)
 
 
-def _all_half(parts: Sequence[StoredRows]) -> bool:
-    """Whether all rows come in one 16-bit type, by PyTorch's or GGML's names."""
+def _all_half(parts: Sequence[StoredRows], dtype: torch.dtype) -> bool:
+    """Whether all rows are kept in one 16-bit type; stored types by PyTorch's or GGML's names."""
+    if dtype in half.DTYPES:
+        return True
     kinds = {stored for _, stored in parts}
     return kinds in ({"bfloat16"}, {"float16"}, {"BF16"}, {"F16"})
 

@@ -75,8 +75,8 @@ def choose_quantization(
 ) -> str | None:
     """How weights are stored, as `build_model` takes it: None for plain numbers in the model's dtype.
 
-    By default a GGUF file's encodings are kept on a CPU that has kernels for them, and 16-bit floats stay so
-    on one that has kernels for those and computes in float32.
+    By default a GGUF file's encodings are kept on a CPU that has kernels for them. 16-bit floats are computed
+    on in float32 ("half") on one that has kernels for those, unless it multiplies them itself and may.
 
     Args:
         name: the setting.
@@ -97,11 +97,11 @@ def choose_quantization(
     plain = not stored or model.extra.get("general.file_type") in _HALF_FILES
     if name is None and not plain and device.type == "cpu" and has_kernels():
         return "gguf"
-    # Encoded numbers are expanded to the activations' dtype, floats come as they are.
-    given = model.dtype if plain else dtype
+    # Encoded numbers are expanded to the activations' dtype; floats beside float32 stay as they are.
+    kept = model.dtype if plain and dtype == "float32" else dtype
     halves = ("bfloat16", "float16")
     computes_wide = dtype == "float32" or (dtype in halves and cpu_lacks(DTYPES[dtype]))
-    if device.type == "cpu" and given in halves and computes_wide and half.panel():
+    if device.type == "cpu" and kept in halves and computes_wide and half.panel():
         return "half"
     return None
 

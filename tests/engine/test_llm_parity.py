@@ -13,10 +13,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=
 
 def make(variant: str, **settings) -> LLM:
     values = dict(
-        dtype="float32", device="cpu", num_threads=1, max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
+        model=str(tiny.checkpoint(variant)), dtype="float32", device="cpu", num_threads=1,
+        max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
         check_invariants=True, max_num_seqs=16, kv_cache_memory_bytes=8 << 20,
     ) | settings  # fmt: skip
-    return LLM(str(tiny.checkpoint(variant)), **values)
+    return LLM(**values)
 
 
 def expected(variant: str) -> list[list[int]]:
@@ -71,7 +72,7 @@ def test_windows_and_scaled_positions_under_chunks(variant, chunk, block_size, o
 
 @pytest.mark.parametrize(("variant", "memory"), [("gemma3", 240 << 10), ("phi3-longrope", 150 << 10)])
 def test_preemption_of_windows_and_scaled_positions(variant, memory):
-    with make(variant, kv_cache_memory_bytes=memory, block_size=8) as llm:
+    with make(variant, kv_cache_memory_bytes=memory, block_size=8, look_ahead_admission=False) as llm:
         prompts = [tiny.PROMPTS[2], tiny.PROMPTS[1], tiny.PROMPTS[0]]
         assert generate(llm, prompts) == expected(variant)[::-1]
         assert llm.stats().num_preemptions > 0
@@ -82,7 +83,8 @@ def test_preemption_of_windows_and_scaled_positions(variant, memory):
 def test_preemption_changes_nothing(overlap):
     # 3 requests of up to 164 tokens in room for 200.
     per_token = 3 * 2 * 2 * 16 * 4
-    with make("llama", kv_cache_memory_bytes=200 * per_token, block_size=8, async_scheduling=overlap) as llm:
+    settings = dict(block_size=8, async_scheduling=overlap, look_ahead_admission=False)
+    with make("llama", kv_cache_memory_bytes=200 * per_token, **settings) as llm:
         assert llm.facts.num_blocks == 25
         prompts = [tiny.PROMPTS[2], tiny.PROMPTS[1], tiny.PROMPTS[0]]
         assert generate(llm, prompts) == expected("llama")[::-1]
@@ -136,7 +138,8 @@ def test_seeded_sampling_does_not_depend_on_the_batch():
         again = llm.generate([tiny.PROMPTS[1]], seeded.clone(n=3), use_tqdm=False)[0]
         assert [tuple(choice.token_ids) for choice in again.outputs] == texts
     per_token = 3 * 2 * 2 * 16 * 4
-    with make("llama", kv_cache_memory_bytes=160 * per_token, block_size=8, max_num_seqs=4) as llm:
+    settings = dict(block_size=8, max_num_seqs=4, look_ahead_admission=False)
+    with make("llama", kv_cache_memory_bytes=160 * per_token, **settings) as llm:
         prompts = [tiny.PROMPTS[2][:60], tiny.PROMPTS[1], tiny.PROMPTS[1]]
         outputs = llm.generate(prompts, others, use_tqdm=False)
         assert llm.stats().num_preemptions > 0

@@ -104,6 +104,14 @@ def test_pieces_of_two_types_make_a_float32_matrix(types: tuple[torch.dtype, tor
     assert not list(layer.buffers())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_16_bit_activations_have_weights_of_their_type(stored: torch.dtype) -> None:
+    weight, layer = torch.randn(24, 50).to(stored), RowParallelLinear(50, 24)
+    built({"a": layer}, {"a.weight": weight}, torch.bfloat16)
+    assert layer.panels.dtype is torch.bfloat16
+    assert torch.equal(layer(torch.eye(50).bfloat16()), weight.bfloat16().T)
+
+
 def test_large_matrices_are_copied_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.quantization.half_method._STEP", 100)
     weight, layer = torch.randn(37, 20).half(), RowParallelLinear(20, 37)
@@ -155,6 +163,7 @@ def test_bytes_are_known_before_anything_is_loaded() -> None:
     parts = [(8, "float16"), (9, "float16")]
     assert method.kept_bytes(parts, 64, torch.float32, CPU) == sum(b.nbytes for b in layer.buffers())
     assert method.kept_bytes([(8, "BF16"), (9, "F32")], 64, torch.float32, CPU) == 17 * 64 * 4
+    assert method.kept_bytes([(17, "float32")], 64, torch.bfloat16, CPU) == 32 * 64 * 2
     assert method.tied_bytes(parts, 64, torch.float32, CPU) == 0
     meta = nn.Module()
     method.create_weights(meta, 17, 64, torch.float32, torch.device("meta"))
@@ -203,6 +212,7 @@ def test_when_16_bit_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(None, folder, bf16, "float32") == choice("none", folder, bf16, "float32") == "half"
     assert choice(None, folder, bf16, "bfloat16") == "half"
     assert choice(None, folder, f32, "float32") is None
+    assert choice(None, folder, f32, "bfloat16") == "half"
     assert choice(None, folder, bf16, "float32", "cuda") is None
     assert choice("int8", folder, bf16, "float32") == "int8"
     assert choice(None, file, half_file, "float32") == "half"

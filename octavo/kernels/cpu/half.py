@@ -67,7 +67,8 @@ class HalfMatrix:
         self.rows, self.columns, self.dtype = rows, columns, dtype
         #: uint8: the memory that holds it
         self.data, self._chunk = _arena.take(matrix_bytes(rows, columns))
-        self.data.zero_()
+        # Not by PyTorch: a chunk that was made in inference mode can't be written outside it.
+        ctypes.memset(self.data.data_ptr(), 0, self.data.nbytes)
         self._matrix = _Matrix(self.data.data_ptr(), rows, columns, int(dtype is torch.float16))
         self._address = ctypes.addressof(self._matrix)
         self._linear, self._rows = lib.octavo_half_linear, lib.octavo_half_rows
