@@ -37,7 +37,11 @@ def test_a_start_finds_its_kernels(family: str, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", START, str(checkpoint(family))],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root},
+        env={
+            **os.environ,
+            "TRITON_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         text=True,
         timeout=300,
