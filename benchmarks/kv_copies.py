@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from octavo.kernels.block_copy import BlockCopier
 from octavo.kernels.cuda_block_copy import BatchedBlockCopier, driver_call
 from octavo.messages import BlockCopies, BlockUpdate, StepPlan
 from octavo.sampling_params import SamplingParams
+from octavo.worker import host_cache
 from octavo.worker.host_memory import HostMemory
 from octavo.worker.worker import Worker
 
@@ -178,6 +180,16 @@ class Decoding:
 
 def beside_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Times of decode steps alone, and while blocks go out, in, and both ways."""
+    if args.programs is not None:
+        from octavo.kernels.triton import block_copy
+
+        block_copy._PROGRAMS = args.programs
+    if args.way is not None:
+        every = host_cache.HostCache._copiers
+        patched = mock.patch.object(
+            host_cache.HostCache, "_copiers", lambda *given: [c for c in every(*given) if c.name == args.way]
+        )
+        patched.start()
     decoding = Decoding(args)
     facts, tiers = decoding.worker.facts, decoding.worker.tiers
     assert tiers is not None
@@ -236,6 +248,8 @@ def main() -> None:
     parser.add_argument("--swap-space", type=float, default=8.0, help="GiB")
     parser.add_argument("--kv-bytes", type=int, default=16 * GIB)
     parser.add_argument("--only", choices=("alone", "decode"))
+    parser.add_argument("--way", choices=("kernel", "copy engines"), help="beside decode, not the chosen one")
+    parser.add_argument("--programs", type=int, help="of the kernel, instead of its own number")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """The Triton kernel that moves blocks between KV caches and host memory, which it reaches over the bus.
 
 It takes the host's pages as they lie, so that hundreds of scattered blocks are one launch. What it costs are
-a few multiprocessors while it runs; copy engines (`octavo.kernels.cuda_block_copy`) cost none, but read
-small pieces from the host at a fraction of the bus's rate.
+a few multiprocessors while it runs; copy engines (`octavo.kernels.cuda_block_copy`) cost none, but the
+driver's time for every piece, and read small pieces from the host at a fraction of the bus's rate.
 """
 
 from __future__ import annotations
