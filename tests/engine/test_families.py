@@ -34,7 +34,8 @@ def test_preemption_changes_nothing(variant):
     longest = max(map(len, tiny.PROMPTS)) + tiny.NEW_TOKENS
     blocks = request_blocks(groups, longest, rows=CHUNK) + len(groups)
     memory = blocks * page_bytes(groups)
-    with make(variant, block_size=8, max_num_batched_tokens=64, kv_cache_memory_bytes=memory) as llm:
+    settings = dict(block_size=8, max_num_batched_tokens=64, look_ahead_admission=False)
+    with make(variant, kv_cache_memory_bytes=memory, **settings) as llm:
         assert llm.facts.num_blocks == blocks
         assert generate(llm, tiny.PROMPTS[::-1]) == expected(variant)[::-1]
         assert llm.stats().num_preemptions > 0

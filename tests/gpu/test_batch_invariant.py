@@ -266,7 +266,7 @@ def test_preemption(make: Callable[..., LLM], alone: list[Any]) -> None:
         groups = llm.facts.groups
     blocks = len(groups) * sum(-(-n // 16) + 1 for n in LENGTHS)
     settings = dict(kv_cache_memory_bytes=blocks * page_bytes(groups), max_model_len=1600)
-    with make(enable_prefix_caching=False, **settings) as llm:
+    with make(enable_prefix_caching=False, look_ahead_admission=False, **settings) as llm:
         assert answers(llm, PROMPTS) == alone
         # Windows make room as they go on.
         assert llm.stats().num_preemptions > 0 or any(g.sliding_window for g in groups)

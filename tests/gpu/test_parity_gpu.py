@@ -63,7 +63,7 @@ def test_chunks_blocks_and_overlap_change_nothing(chunk, block_size, overlap):
 def test_preemption_changes_nothing():
     per_token = 3 * 2 * 2 * 16 * 4
     settings = dict(kv_cache_memory_bytes=200 * per_token, block_size=8, async_scheduling=True)
-    with make("llama", dtype="float32", **settings) as llm:
+    with make("llama", dtype="float32", look_ahead_admission=False, **settings) as llm:
         outputs = llm.generate(tiny.PROMPTS[::-1], GREEDY, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy("llama", i) for i in (2, 1, 0)]
         assert llm.stats().num_preemptions > 0

@@ -329,7 +329,8 @@ def test_random_weights():
 
 def test_engine_preempts():
     per_token = 3 * (32 + 8) * 4  # layers, elements of a vector, bytes of one: a single vector is cached
-    with make("deepseek-v2-lite", kv_cache_memory_bytes=200 * per_token, block_size=8) as llm:
+    settings = dict(kv_cache_memory_bytes=200 * per_token, block_size=8, look_ahead_admission=False)
+    with make("deepseek-v2-lite", **settings) as llm:
         assert llm.facts.num_blocks == 25
         assert generate(llm, tiny.PROMPTS[::-1]) == greedy("deepseek-v2-lite")[::-1]
         assert llm.stats().num_preemptions > 0

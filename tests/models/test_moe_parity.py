@@ -118,7 +118,7 @@ def test_engine_with_chunks_preemption_and_prefix_hits(variant: str):
     settings = dict(
         dtype="float32", device="cpu", num_threads=1, max_model_len=tiny.CONTEXT, skip_tokenizer_init=True,
         check_invariants=True, max_num_seqs=4, max_num_batched_tokens=24, block_size=8,
-        kv_cache_memory_bytes=220 * per_token,
+        kv_cache_memory_bytes=220 * per_token, look_ahead_admission=False,
     )  # fmt: skip
     want = [tiny.greedy(variant, i) for i in range(len(tiny.PROMPTS))]
     with LLM(str(tiny.checkpoint(variant)), **settings) as llm:
