@@ -8,7 +8,7 @@
 
 #include "common.h"
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)  // and wherever there is AVX-512
 #define OCTAVO_HALF 1
 #include <immintrin.h>
 #endif
@@ -39,7 +39,7 @@ struct Brain {
 struct Half {
     static constexpr int place(int row) { return row; }
     static void widen(const uint16_t* p, vf& low, vf& high) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)  // as W is chosen
         low = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
         high = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + W)));
 #else

@@ -18,7 +18,7 @@ constexpr int64_t RUN = 256;           // columns of a run at most: its weights 
 constexpr int64_t CHUNK_ROWS = 96;     // rows of x of a piece of work
 constexpr int64_t ITEM_BYTES = 65536;  // of weights, likewise
 constexpr int64_t AHEAD = 1024;        // halves that are asked of memory before they are needed: 2 KiB
-constexpr int MOST = W == 16 ? 12 : 6; // rows of a tile: what the registers hold
+constexpr int MOST = W == 16 ? 12 : 6;  // rows of a tile: what the registers hold
 
 // Adds a run of P panels, `stride` apart, times M rows to sums (`add`: else the run is the first):
 // sums[p][m] at sums + (p * CHUNK_ROWS + m) * PANEL.
@@ -51,7 +51,7 @@ inline void tile(const uint16_t* w, int64_t stride, const float* x, int64_t x_st
             }
 }
 
-// tile for any number of rows, in tiles of about equal size; one or two panels.
+// tile for one or two panels: at once while the registers hold both, so that few rows have sums enough in flight.
 template <class H, int M>
 inline void tile_rows(const uint16_t* w, int64_t stride, int panels, const float* x, int64_t x_stride, int64_t n,
                       float* sums, bool add) {
@@ -64,6 +64,7 @@ inline void tile_rows(const uint16_t* w, int64_t stride, int panels, const float
     }
 }
 
+// tile_rows for m rows, at most MOST.
 template <class H, int M = MOST>
 inline void tile_of(int64_t m, const uint16_t* w, int64_t stride, int panels, const float* x, int64_t x_stride,
                     int64_t n, float* sums, bool add) {
@@ -87,7 +88,7 @@ template <class H>
 inline void sum_panels(const Product& p, const uint16_t* w, int64_t stride, int panels, int64_t first, int64_t last,
                        float* sums) {
     const int64_t columns = p.matrix->columns, runs = (columns + RUN - 1) / RUN;
-    const int64_t rows = last - first, tiles = (rows + MOST - 1) / MOST;
+    const int64_t rows = last - first, tiles = (rows + MOST - 1) / MOST;  // of about equal size
     for (int64_t run = 0; run < runs; run++) {
         const int64_t k = columns * run / runs, n = columns * (run + 1) / runs - k;
         for (int64_t t = 0; t < tiles; t++) {
