@@ -11,8 +11,6 @@ as known from the moment their sampling is scheduled.
 
 from __future__ import annotations
 
-import bisect
-import heapq
 import itertools
 import time
 from collections.abc import Iterable
@@ -22,23 +20,29 @@ import numpy as np
 
 from octavo.engine.forecast import Forecast
 from octavo.engine.loading import LoadingRequests
-from octavo.engine.news import News
 from octavo.engine.request import Request, extras_of
-from octavo.kv.manager import NEVER, KVManager, Prefix
-from octavo.kv.shared_prefix import SharedPrefix
+from octavo.engine.results import take_in
+from octavo.engine.slots import Slots
+from octavo.engine.tables import (
+    TableChanges,
+    block_updates,
+    extend,
+    free_passed,
+    grow_by_one,
+    keep_running,
+    shared_blocks,
+)
+from octavo.engine.waiting import WaitingQueue
+from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import (
     Admission,
     BlockCopies,
-    BlockUpdate,
     CoreOutput,
     CoreRequest,
     CoreStats,
     StepPlan,
     StepResult,
 )
-
-_NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
-_TableChanges = list[tuple[int, int, int]]  # of one KV group: slot, column, block
 
 
 @dataclass(frozen=True)
@@ -74,37 +78,14 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, kv: KVManager):
         self.limits = limits
         self.kv = kv
-        slots = limits.max_num_seqs
-        self._num_tokens = np.zeros(slots, np.int32)  # known or being sampled
-        self._num_known = np.zeros(slots, np.int32)
-        self._num_computed = np.zeros(slots, np.int32)  # scheduled
-        self._num_registered = np.zeros(slots, np.int32)  # blocks offered to the prefix cache
-        self._capacity = np.zeros(slots, np.int32)  # tokens that all block tables hold
-        self._passing = np.full(slots, NEVER, np.int32)  # computed tokens that let a window free blocks
-        self._prompt_len = np.zeros(slots, np.int32)
-        self._max_total = np.zeros(slots, np.int32)
-        self._last_turn = np.zeros(
-            slots, np.int64
-        )  # when the request was served last, of those that take turns
-        self._epoch = np.zeros(slots, np.int64)  # grows when a slot changes hands
-        self._wants_prompt_logprobs = np.zeros(slots, bool)
-        self._tokens = np.zeros((slots, limits.max_model_len), np.int32)
-        self._stop_uses = np.zeros(limits.vocab_size, np.int32)  # requests in slots that a token ends
-        self._by_slot: list[Request | None] = [None] * slots
-        self._free_slots = list(range(slots - 1, -1, -1))
-        self._shared = SharedPrefix(slots, kv.full_groups)
-        self._news = News(slots)
+        self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
         self._loading = LoadingRequests()
         self._forecast = Forecast(kv.groups)
-        self._certain = np.zeros(slots, bool)  # nothing ends the request before its limit
-        self._running = np.zeros(0, np.int64)  # slots, in the requests' order
-        self._orders: list[tuple[int, int]] = []  # of the requests in `_running`
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._waiting = WaitingQueue()
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step = 0
         self._turns = 0
-        self._num_waiting = 0
         self._paused = False  # a request waits for blocks that copies under way hold
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
         # New requests leave a little room, so that running ones need not be preempted at once.
@@ -127,7 +108,7 @@ class Scheduler:
         )
         request.metrics.arrival_time = core.arrival_time
         self._requests[core.request_id] = request
-        self._enqueue(request)
+        self._waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """End requests now and free all they hold; unknown ids (already ended) are ignored."""
@@ -151,8 +132,8 @@ class Scheduler:
     def current_stats(self) -> CoreStats:
         """Gauges now, counters since start (a copy)."""
         pool, offloading = self.kv.pool, self.kv.offloading
-        self.stats.num_running = len(self._running)
-        self.stats.num_waiting = self._num_waiting + self._loading.num_live
+        self.stats.num_running = len(self._slots.running)
+        self.stats.num_waiting = len(self._waiting) + self._loading.num_live
         self.stats.kv_blocks_used = self._num_used()
         self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
         if offloading is not None:
@@ -172,11 +153,11 @@ class Scheduler:
         self._paused = False
         if self.kv.offloading is not None:
             self._settle()
-        run = self._running
-        tokens = self._num_tokens[run]
-        need = tokens - self._num_computed[run]
-        need[tokens >= self._max_total[run]] = 0  # the last token is being sampled
-        others = self._num_waiting or len(self._loading)
+        run = self._slots.running
+        tokens = self._slots.num_tokens[run]
+        need = tokens - self._slots.num_computed[run]
+        need[tokens >= self._slots.max_total[run]] = 0  # the last token is being sampled
+        others = len(self._waiting) or len(self._loading)
         if not others and 0 < len(run) <= self.limits.max_num_batched_tokens and (need == 1).all():
             return self._decode(run)
         budget = self.limits.max_num_batched_tokens
@@ -184,21 +165,23 @@ class Scheduler:
         long = np.flatnonzero(need > 1)
         room = budget - 1 if (len(long) or others) and budget > 1 else budget
         if len(short) > room:  # more than fit: those served longest ago
-            short = short[np.argsort(self._last_turn[run[short]], kind="stable")[:room]]
-            self._last_turn[run[short]] = self._turns + np.arange(room)
+            short = short[np.argsort(self._slots.last_turn[run[short]], kind="stable")[:room]]
+            self._slots.last_turn[run[short]] = self._turns + np.arange(room)
             self._turns += room
         rows = np.zeros(len(run), np.int32)
         rows[short] = 1
         budget -= len(short)
         budget -= self._share(rows, need, long, budget)
 
-        updates: list[_TableChanges] = [[] for _ in self.kv.groups]
+        updates: list[TableChanges] = [[] for _ in self.kv.groups]
         preempted = self._make_room(run, rows, updates)
         if preempted:
-            kept = np.isin(run, self._running)
+            kept = np.isin(run, self._slots.running)
             budget = self.limits.max_num_batched_tokens - int(rows[kept].sum())
             run, rows, need, long = run[kept], rows[kept], need[kept], np.flatnonzero(need[kept] > 1)
-        self._register(run, self._num_computed[run] + rows, self._step)  # those admitted now may share them
+        self._slots.register(
+            run, self._slots.num_computed[run] + rows, self._step
+        )  # those admitted now may share them
         admitted = [] if preempted else self._admit_loaded(budget)
         budget -= sum(count for _, count in admitted)
         if not preempted and not self._paused:
@@ -208,16 +191,16 @@ class Scheduler:
         idle = not admitted and not rows.any()
         if self._give(rows, need, long, budget) and self.kv.has_windows:
             if self._make_room(run, rows, updates, may_preempt=idle):
-                kept = np.isin(run, self._running)
+                kept = np.isin(run, self._slots.running)
                 run, rows = run[kept], rows[kept]
         return self._plan(run, rows, admitted, updates)
 
     def _decode(self, run: np.ndarray) -> ScheduledStep | None:
         """The common step, of which little changes: every request needs one row, nobody waits."""
         rows = np.ones(len(run), np.int32)
-        updates: list[_TableChanges] = [[] for _ in self.kv.groups]
+        updates: list[TableChanges] = [[] for _ in self.kv.groups]
         if self._make_room(run, rows, updates):
-            kept = np.isin(run, self._running)
+            kept = np.isin(run, self._slots.running)
             run, rows = run[kept], rows[kept]
         return self._plan(run, rows, [], updates)
 
@@ -229,7 +212,7 @@ class Scheduler:
         one behind it, and none is held back for ever. Odd tokens fall to either side in turn.
         """
         odd = self._step % 2
-        waiting = bool((self._num_waiting or len(self._loading)) and self._free_slots)
+        waiting = bool((len(self._waiting) or len(self._loading)) and self._slots.num_free)
         half = (budget + odd) // 2
         given = self._give(rows, need, long[:1], half if waiting or len(long) > 1 else budget)
         others = long[1:][np.argsort(need[long[1:]], kind="stable")]
@@ -248,7 +231,7 @@ class Scheduler:
         return given
 
     def _make_room(
-        self, run: np.ndarray, rows: np.ndarray, updates: list[_TableChanges], may_preempt: bool = True
+        self, run: np.ndarray, rows: np.ndarray, updates: list[TableChanges], may_preempt: bool = True
     ) -> bool:
         """Give every scheduled row its blocks; returns whether requests were preempted for that.
 
@@ -257,18 +240,18 @@ class Scheduler:
         no rows if copies under way hold as many blocks as it needs.
         """
         if self.kv.has_windows:
-            self._free_passed(run)
-        short_of = self._num_computed[run] + rows > self._capacity[run]
+            free_passed(self._slots, self.kv, run)
+        short_of = self._slots.num_computed[run] + rows > self._slots.capacity[run]
         preempted, soon = False, -1
         if not short_of.any():
             return preempted
-        if self._grow_by_one(run[short_of], rows[short_of], updates):
+        if grow_by_one(self._slots, self.kv, run[short_of], rows[short_of], updates):
             return preempted
         for i in np.flatnonzero(short_of):
             slot = int(run[i])
-            while self._by_slot[slot] is not None:
-                start = int(self._num_computed[slot])
-                room = self._extend(slot, start + int(rows[i]), updates) - start
+            while self._slots.requests[slot] is not None:
+                start = int(self._slots.num_computed[slot])
+                room = extend(self._slots, self.kv, slot, start + int(rows[i]), updates) - start
                 if room > 0 or not may_preempt:
                     rows[i] = room
                     break
@@ -282,54 +265,21 @@ class Scheduler:
                         rows[i] = 0
                         self._paused = True
                         break
-                self._preempt(self._at(int(self._running[-1])))  # may be the one that needs it
+                self._preempt(self._slots.at(int(self._slots.running[-1])))  # may be the one that needs it
                 preempted = True
         if preempted:
-            for group, changes in enumerate(updates):
-                updates[group] = [change for change in changes if self._by_slot[change[0]] is not None]
+            keep_running(self._slots, updates)
         return preempted
-
-    def _grow_by_one(self, slots: np.ndarray, rows: np.ndarray, updates: list[_TableChanges]) -> bool:
-        """Give each of these requests one more block, if all of them need just that and have one table."""
-        if len(updates) > 1 or (rows > 1).any() or len(slots) > self.kv.pool.num_free:
-            return False
-        tables = [self._at(slot).seq.tables[0] for slot in slots.tolist()]
-        blocks = self.kv.pool.allocate(len(tables))
-        for slot, table, block in zip(slots.tolist(), tables, blocks, strict=True):
-            updates[0].append((slot, len(table), block))
-            table.append(block)
-        self._capacity[slots] += self.kv.block_size
-        return True
-
-    def _free_passed(self, run: np.ndarray) -> None:
-        """Free the blocks that the windows of running requests have passed."""
-        for i in np.flatnonzero(self._num_computed[run] >= self._passing[run]):
-            slot = int(run[i])
-            self._passing[slot] = self.kv.free_passed(self._at(slot).seq, int(self._num_computed[slot]))
-
-    def _extend(self, slot: int, end: int, updates: list[_TableChanges]) -> int:
-        """Extend a request's tables to hold `end` tokens, or as many as there are blocks for."""
-        seq = self._at(slot).seq
-        new = self.kv.grow(seq, end)
-        if new is None:
-            end = self.kv.fit(seq, end)
-            new = self.kv.grow(seq, end)
-            assert new is not None
-        for changes, table, blocks in zip(updates, seq.tables, new, strict=True):
-            first = len(table) - len(blocks)
-            changes += [(slot, first + j, block) for j, block in enumerate(blocks)]
-        self._capacity[slot] = self.kv.capacity(seq)
-        return end
 
     def _admit(self, budget: int) -> list[tuple[Admission, int]]:
         """Move waiting requests into slots, in order, while slots, blocks and budget last."""
         admitted: list[tuple[Admission, int]] = []
         most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
         size = self.kv.block_size
-        while budget > 0 and len(self._free_slots) > self._loading.num_live and self._num_waiting:
-            request = self._peek_waiting()
+        while budget > 0 and self._slots.num_free > self._loading.num_live and len(self._waiting):
+            request = self._waiting.peek()
             known = len(request.token_ids)
-            alone = not (len(self._running) or self._loading.num_live)
+            alone = not (len(self._slots.running) or self._loading.num_live)
             if request.wants_prompt_logprobs:
                 prefix = self.kv.no_prefix()
             elif self.kv.fetch(request.seq, request.token_ids):
@@ -350,7 +300,7 @@ class Scheduler:
             if request.seq.waiter:
                 self._begin_loading(request, cached, prefix.on_device * size)
                 continue
-            self._pop_waiting()
+            self._waiting.pop()
             admitted.append(self._take_in(request, cached, cached, count))
             budget -= count
         return admitted
@@ -389,20 +339,20 @@ class Scheduler:
                 if self.kv.offloading is not None:
                     stats.host_cache_queries += known - on_device
                     stats.host_cache_hits += copied
-        admission = self._enter_slot(request, cached)
-        self._register(np.array([admission.slot]), np.array([cached + count]), self._step)
+        admission = self._slots.enter(request, cached, self._turns)
+        self._slots.register(np.array([admission.slot]), np.array([cached + count]), self._step)
         return admission, count
 
     def _foresees_room(self, request: Request, prefix: Prefix, count: int) -> bool:
         """Whether the blocks of all running requests and this one will fit until they end, as expected."""
         if not self.limits.look_ahead:
             return True
-        run = self._running
+        run = self._slots.running
         new = [*self._loading.live(), request]
-        prompts = np.concatenate([self._prompt_len[run], [r.prompt_len for r in new]])
-        tokens = np.concatenate([self._num_tokens[run], [len(r.token_ids) for r in new]])
-        limits = np.concatenate([self._max_total[run], [r.max_total for r in new]]) - prompts
-        certain = np.concatenate([self._certain[run], [r.ends_at_limit for r in new]])
+        prompts = np.concatenate([self._slots.prompt_len[run], [r.prompt_len for r in new]])
+        tokens = np.concatenate([self._slots.num_tokens[run], [len(r.token_ids) for r in new]])
+        limits = np.concatenate([self._slots.max_total[run], [r.max_total for r in new]]) - prompts
+        certain = np.concatenate([self._slots.ends_at_limit[run], [r.ends_at_limit for r in new]])
         remaining = self._forecast.remaining(tokens - prompts, limits, certain)
         pool = self.kv.pool
         taken = pool.num_free - self.kv.num_free_after(prefix)
@@ -418,7 +368,7 @@ class Scheduler:
 
     def _begin_loading(self, request: Request, found: int, on_device: int) -> None:
         """The first waiting request waits for copies from here on (`found` 0: for reads from disk)."""
-        self._pop_waiting()
+        self._waiting.pop()
         request.num_found, request.num_on_device = found, on_device
         self._loading.add(request)
 
@@ -438,7 +388,7 @@ class Scheduler:
             if request.done:
                 self.kv.end(request.seq)
             else:
-                self._enqueue(request)
+                self._waiting.push(request)
 
     def _give_up_loading(self) -> int | None:
         """Make the newest loading request give way if it is newer than all that run.
@@ -448,7 +398,7 @@ class Scheduler:
             request.
         """
         live = [request for request in self._loading.live() if request.num_found]
-        if not live or live[-1].order < self._orders[-1]:
+        if not live or live[-1].order < self._slots.orders[-1]:
             return None
         request = live[-1]
         self._loading.give_up(request)
@@ -470,7 +420,7 @@ class Scheduler:
         run: np.ndarray,
         rows: np.ndarray,
         admitted: list[tuple[Admission, int]],
-        updates: list[_TableChanges],
+        updates: list[TableChanges],
     ) -> ScheduledStep | None:
         if admitted or not rows.all():
             chosen = np.flatnonzero(rows)
@@ -493,44 +443,39 @@ class Scheduler:
         slots: np.ndarray,
         counts: np.ndarray,
         admissions: list[Admission],
-        updates: list[_TableChanges],
+        updates: list[TableChanges],
         copies: Iterable[BlockCopies] = (),
     ) -> ScheduledStep:
-        start = self._num_computed[slots]
-        self._num_computed[slots] += counts
-        samples = self._num_computed[slots] == self._num_tokens[slots]
-        self._num_tokens[slots] += samples
+        start = self._slots.num_computed[slots]
+        self._slots.num_computed[slots] += counts
+        samples = self._slots.num_computed[slots] == self._slots.num_tokens[slots]
+        self._slots.num_tokens[slots] += samples
+        shared = 0
+        if self.limits.find_shared_prefix:
+            shared = shared_blocks(self._slots, slots, counts, start, self.kv.block_size)
         plan = StepPlan(
             step_id=self._step,
             admissions=admissions,
-            block_updates=[BlockUpdate(*np.array(c, np.int32).T) if c else _NO_UPDATE for c in updates],
+            block_updates=block_updates(updates),
             slots=slots.astype(np.int32),
             num_rows=counts,
             start=start,
             samples=samples,
             prompt_logprobs=self._prompt_logprobs(slots),
-            shared_blocks=self._shared_blocks(slots, counts, start),
+            shared_blocks=shared,
             copies=list(copies),
         )
-        self._register(slots, self._num_computed[slots], self._step)
+        self._slots.register(slots, self._slots.num_computed[slots], self._step)
         self._step += 1
         self.stats.num_steps += len(slots) > 0
-        return ScheduledStep(plan, self._epoch[slots])
-
-    def _shared_blocks(self, slots: np.ndarray, counts: np.ndarray, start: np.ndarray) -> int:
-        """See `StepPlan.shared_blocks`."""
-        if not self.limits.find_shared_prefix or len(slots) < 2 or counts.max() > 1:
-            return 0
-        shared = self._shared.count(slots, lambda slot: self._at(slot).seq.tables)
-        # A block that is filled in this step may be shared already, but has to be written first.
-        return min(shared, int(start.min()) // self.kv.block_size) if shared else 0
+        return ScheduledStep(plan, self._slots.epoch[slots])
 
     def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
-        if not self._wants_prompt_logprobs[slots].any():
+        if not self._slots.wants_prompt_logprobs[slots].any():
             return None
         wanted = np.full(len(slots), -1, np.int32)
-        for i in np.flatnonzero(self._wants_prompt_logprobs[slots]):
-            request = self._by_slot[int(slots[i])]
+        for i in np.flatnonzero(self._slots.wants_prompt_logprobs[slots]):
+            request = self._slots.requests[int(slots[i])]
             assert request is not None and request.core.params.prompt_logprobs is not None
             top = request.core.params.prompt_logprobs
             wanted[i] = self.limits.vocab_size if top == -1 else top
@@ -542,20 +487,10 @@ class Scheduler:
         """Take in a step's tokens: append, end what is finished, free, register full blocks."""
         plan = step.plan
         self._end_copies(result)
-        now = time.time()
-        live = self._epoch[plan.slots] == step.epochs
-        if result.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(plan, live, result)
-        outputs: list[CoreOutput] = []
-        sampled = live & plan.samples
-        for column in range(result.tokens.shape[1]):
-            if column:
-                sampled &= self._epoch[plan.slots] == step.epochs  # not ended by an earlier column
-            rows = np.flatnonzero(sampled & (result.num_tokens > column))
-            outputs += self._append(plan.slots[rows], result.tokens[rows, column], rows, column, result, now)
+        outputs = take_in(self._slots, plan, step.epochs, result, self.stats, self._finish)
         if self.kv.hasher is not None:
-            left = plan.slots[self._epoch[plan.slots] == step.epochs]
-            self._register(left, self._num_computed[left], plan.step_id)
+            left = plan.slots[self._slots.epoch[plan.slots] == step.epochs]
+            self._slots.register(left, self._slots.num_computed[left], plan.step_id)
         self.kv.complete(plan.step_id)
         return outputs
 
@@ -566,156 +501,19 @@ class Scheduler:
                 for number in numbers:
                     offloading.ended(number, ok, self.stats)
 
-    def _append(
-        self,
-        slots: np.ndarray,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        column: int,
-        result: StepResult,
-        now: float,
-    ) -> list[CoreOutput]:
-        known = self._num_known[slots]
-        self._tokens[slots, known] = tokens
-        self._num_known[slots] = known + 1
-        self.stats.generation_tokens += len(slots)
-        if result.logprobs is not None:
-            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-                entries = result.logprobs[row]
-                if entries is not None:
-                    self._at(slot).logprobs.append(entries[column])
-        if result.pooled is not None:
-            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-                self._at(slot).pooled = result.pooled[row]
-        first = known == self._prompt_len[slots]
-        for slot in slots[first].tolist() if first.any() else ():
-            self._at(slot).metrics.first_token_time = now
-            self.stats.prompt_tokens += int(self._prompt_len[slot])
-        may_end = (known + 1 >= self._max_total[slots]) | (self._stop_uses[tokens] > 0)
-        outputs, news = self._news.tell(slots, tokens, may_end)
-        for slot, token, ending in zip(
-            slots[news].tolist(), tokens[news].tolist(), may_end[news].tolist(), strict=True
-        ):
-            request = self._at(slot)
-            if ending and (ended := self._ended(request, slot, token)) is not None:
-                outputs.append(ended)
-            elif request.core.stream:
-                outputs.append(self._report(request))
-        return outputs
-
-    def _ended(self, request: Request, slot: int, token: int) -> CoreOutput | None:
-        """The last output of a request that its newest token ends, else None."""
-        known = int(self._num_known[slot])
-        if token in request.stop_ids and known - request.prompt_len >= request.core.params.min_tokens:
-            return self._finish(request, "stop", None if token in request.core.eos_token_ids else token)
-        if known >= self._max_total[slot]:
-            return self._finish(request, "length")
-        return None
-
     def fail(self, steps: list[ScheduledStep], message: str) -> list[CoreOutput]:
         """Steps could not be computed: end their requests, take back the keys they registered."""
         self.kv.roll_back(min(step.plan.step_id for step in steps))
         outputs = []
         for step in steps:
-            live = self._epoch[step.plan.slots] == step.epochs
+            live = self._slots.epoch[step.plan.slots] == step.epochs
             for slot in step.plan.slots[live].tolist():
-                request = self._by_slot[slot]
+                request = self._slots.requests[slot]
                 if request is not None:
                     outputs.append(self._finish(request, "error", error=message))
         return outputs
 
-    def _collect_prompt_logprobs(self, plan: StepPlan, live: np.ndarray, result: StepResult) -> None:
-        assert result.prompt_logprobs is not None
-        for i, entries in enumerate(result.prompt_logprobs):
-            if entries is not None and live[i]:
-                request = self._at(int(plan.slots[i]))
-                if not request.prompt_logprobs:
-                    request.prompt_logprobs.append(None)  # nothing precedes the first token
-                request.prompt_logprobs.extend(entries)
-                self._wants_prompt_logprobs[request.slot] = request.wants_prompt_logprobs
-
-    def _register(self, slots: np.ndarray, computed: np.ndarray, step: int) -> None:
-        """Offer full blocks of known tokens to the cache, whose rows are scheduled up to `computed`."""
-        if self.kv.hasher is None:
-            return
-        ready = np.minimum(computed, self._num_known[slots])
-        full = ready // self.kv.block_size > self._num_registered[slots]
-        if not full.any():
-            return
-        slots, ready = slots[full], ready[full]
-        for slot, count in zip(slots.tolist(), ready.tolist(), strict=True):
-            self.kv.register(self._at(slot).seq, self._tokens[slot], count, step)
-        self._num_registered[slots] = ready // self.kv.block_size
-
     # ---- moving requests ------------------------------------------------------------------------
-
-    def _at(self, slot: int) -> Request:
-        request = self._by_slot[slot]
-        assert request is not None
-        return request
-
-    def _enqueue(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.order, request))
-        self._num_waiting += 1
-
-    def _peek_waiting(self) -> Request:
-        while self._waiting[0][1].done:  # aborted while it waited
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1]
-
-    def _pop_waiting(self) -> None:
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-
-    def _enter_slot(self, request: Request, computed: int) -> Admission:
-        slot = request.slot = self._free_slots.pop()
-        tokens, core = request.token_ids, request.core
-        self._by_slot[slot] = request
-        self._tokens[slot, : len(tokens)] = tokens
-        self._num_tokens[slot] = self._num_known[slot] = len(tokens)
-        self._num_computed[slot] = computed
-        self._num_registered[slot] = computed // self.kv.block_size
-        self._capacity[slot] = self.kv.capacity(request.seq)
-        self._passing[slot] = self.kv.free_passed(request.seq, computed)
-        self._shared.enter(slot)
-        self._prompt_len[slot] = request.prompt_len
-        self._max_total[slot] = request.max_total
-        self._certain[slot] = request.ends_at_limit
-        self._last_turn[slot] = self._turns
-        self._news.enter(request)
-        self._wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
-        for token in request.stop_ids:
-            self._stop_uses[token] += 1
-        place = bisect.bisect(self._orders, request.order)
-        self._orders.insert(place, request.order)
-        self._running = np.insert(self._running, place, slot)
-        return Admission(
-            slot=slot,
-            token_ids=tokens,
-            prompt_len=request.prompt_len,
-            num_computed=computed,
-            block_ids=[list(table) for table in request.seq.tables],
-            params=core.params,
-            seed=core.seed,
-            eos_token_ids=core.eos_token_ids,
-            bad_words_ids=core.bad_words_ids,
-        )
-
-    def _leave_slot(self, request: Request) -> None:
-        slot = request.slot
-        request.token_ids = self._tokens[slot, : self._num_known[slot]].copy()
-        self._news.leave(request)
-        self._epoch[slot] += 1
-        self._shared.leave(slot)
-        self._by_slot[slot] = None
-        self._free_slots.append(slot)
-        for token in request.stop_ids:
-            self._stop_uses[token] -= 1
-        place = bisect.bisect_left(self._orders, request.order)
-        del self._orders[place]
-        self._running = np.delete(self._running, place)
-        self.kv.free(request.seq)
-        request.slot = -1
 
     def _preempt(self, request: Request) -> None:
         """Free a running request's blocks and queue it again; its KV will be recomputed, or copied back.
@@ -723,11 +521,11 @@ class Scheduler:
         A token still in flight is dropped: nobody has seen it, and sampling it again at the same
         position gives the same choice.
         """
-        self._leave_slot(request)
+        self._slots.leave(request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # recomputed with the prompt
         self._count_preemption(request)
-        self._enqueue(request)
+        self._waiting.push(request)
 
     def _count_preemption(self, request: Request) -> None:
         request.metrics.num_preemptions += 1
@@ -738,11 +536,11 @@ class Scheduler:
     ) -> CoreOutput:
         request.done = True
         if request.slot >= 0:
-            self._leave_slot(request)
+            self._slots.leave(request)
         elif request.loading:
             self._loading.give_up(request)
         else:
-            self._num_waiting -= 1
+            self._waiting.ended()
         if request.loading:
             self._settle()  # what it holds is free now, unless copies are under way
         else:
@@ -753,15 +551,10 @@ class Scheduler:
         del self._requests[request.core.request_id]
         now = time.time()
         request.metrics.last_token_time = request.metrics.finished_time = now
-        output = self._report(request)
+        output = self._slots.news.report(request, self._slots.known(request))
         output.finish_reason, output.stop_reason, output.error = reason, stop_reason, error
         output.metrics = request.metrics
         return output
-
-    def _report(self, request: Request) -> CoreOutput:
-        slot = request.slot
-        known = request.token_ids if slot < 0 else self._tokens[slot, : self._num_known[slot]]
-        return self._news.report(request, known)
 
     # ---- checks ---------------------------------------------------------------------------------
 
@@ -771,33 +564,18 @@ class Scheduler:
         Raises:
             AssertionError: naming the first violation.
         """
-        running = {int(slot) for slot in self._running}
-        assert len(running) == len(self._running), "a slot runs twice"
-        assert running == {s for s, r in enumerate(self._by_slot) if r is not None}, (
-            "slots and requests differ"
+        self._slots.check()
+        waiting = self._waiting.live()
+        assert len(waiting) == len(self._waiting), (
+            f"{len(waiting)} requests wait, {len(self._waiting)} counted"
         )
-        assert running.isdisjoint(self._free_slots), "a running slot is free"
-        assert len(running) + len(self._free_slots) == self.limits.max_num_seqs, "a slot is lost"
-        waiting = [r for _, r in self._waiting if not r.done]
-        assert len(waiting) == self._num_waiting, f"{len(waiting)} requests wait, {self._num_waiting} counted"
         loading = [request for request in self._loading if not request.done]
-        assert len(waiting) + len(running) + len(loading) == len(self._requests), (
+        assert len(waiting) + len(self._slots.running) + len(loading) == len(self._requests), (
             "a request is neither waiting nor loading nor running"
         )
         assert self._loading.num_live == len(self._loading.live()), "loading requests are miscounted"
-        assert len(self._free_slots) >= self._loading.num_live, "a loading request has no slot to go to"
-        for slot in running:
-            request = self._at(slot)
-            assert self._num_computed[slot] <= self._num_tokens[slot], "more rows scheduled than tokens"
-            assert self._num_known[slot] <= self._num_tokens[slot] <= request.max_total, "too many tokens"
-            assert self._num_computed[slot] <= self._capacity[slot], "rows scheduled without a block"
-            assert self.kv.capacity(request.seq) == self._capacity[slot], "tables and capacity differ"
-            assert request.slot == slot and not request.done, "slot and request disagree"
-        assert [self._at(int(s)).order for s in self._running] == self._orders, (
-            "running requests are out of order"
-        )
-        assert self._orders == sorted(self._orders), "running requests are not sorted"
+        assert self._slots.num_free >= self._loading.num_live, "a loading request has no slot to go to"
         assert not any(table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
-        assert self._stop_uses.min(initial=0) >= 0, "stop token counts went below zero"
-        holders = [(self._at(s).seq, int(self._num_computed[s])) for s in running]
+        running = self._slots.running.tolist()
+        holders = [(self._slots.at(s).seq, int(self._slots.num_computed[s])) for s in running]
         self.kv.check(holders + [(request.seq, request.num_found) for request in self._loading])

@@ -175,7 +175,7 @@ def test_random_mix(seed):
         _check(request, news)
     assert stats.generation_tokens == sum(len(sim.tokens_of(news)) for _, news in done)
     assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r, news in done if sim.tokens_of(news))
-    assert not core.scheduler._stop_uses.any()
+    assert not core.scheduler._slots.stop_uses.any()
 
 
 def _check(request: CoreRequest, news: list[CoreOutput]) -> None:
