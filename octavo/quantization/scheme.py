@@ -14,7 +14,6 @@ ActivationKind = Literal["fp8", "int8"]
 ActivationStrategy = Literal["token", "tensor", "group"]
 
 LINEAR = "Linear"  # the class name that stands for every linear layer among targets
-HEAD = "lm_head"
 _EMBEDDING = "embed_tokens"
 
 
@@ -87,8 +86,8 @@ class Rule:
     """A scheme and the layers that have it.
 
     Attributes:
-        targets: full names, last components of names, "re:" patterns, or "Linear" for every linear layer
-            but the output head.
+        targets: full names, "re:" patterns of their beginnings, or "Linear" for every linear layer, output
+            head included.
         scheme: None: these layers are not quantized.
         layout: how the tensors are packed, in the format's own words ("pack-quantized", "gptq_v2", …).
     """
@@ -105,26 +104,33 @@ class QuantizationConfig:
     Attributes:
         format: whose tensors a checkpoint holds; "online", "int8" and "half": what the engine makes of an
             unquantized one while it loads; "gguf": GGML's encodings are kept.
-        rules: the first that matches a layer counts.
+        rules: one that matches a layer by its name or a pattern comes before one of every linear layer,
+            then the first counts.
         ignore: layers that are not quantized, in the words of `Rule.targets`.
-        kv_cache_scheme: "fp8" where the checkpoint has scales for keys and values; None otherwise.
+        kv_cache: "fp8" or "int8" where the checkpoint has scales for keys and values; None otherwise.
         source: the file that says so, for messages.
+        dense: how matrices that are not quantized, or that are dequantized while they are loaded, are kept:
+            in the activations' dtype ("plain") or in 16 bits beside float32 ("half").
+        dequantize: whether every matrix is dequantized while it is loaded.
     """
 
     format: Format
     rules: tuple[Rule, ...] = ()
     ignore: tuple[str, ...] = ()
-    kv_cache_scheme: Literal["fp8", "int8"] | None = None
+    kv_cache: Literal["fp8", "int8"] | None = None
     source: str = ""
+    dense: Literal["plain", "half"] = "plain"
+    dequantize: bool = False
 
     def rule_for(self, prefix: str) -> Rule | None:
-        """The rule of the layer `prefix` (`model.layers.0.mlp.down_proj`); None: it is not quantized."""
-        if self._ignored.matches(prefix):
+        """The rule of the layer `prefix`, a checkpoint's name (`model.layers.0.mlp.down_proj`); None: it is
+        not quantized."""
+        if self._ignored.names(prefix) or self._ignored.covers(prefix):
             return None
-        for rule, targets in self._matchers:
-            if targets.matches(prefix):
-                return rule if rule.scheme is not None else None
-        return None
+        found = next((rule for rule, targets in self._matchers if targets.names(prefix)), None)
+        if found is None:
+            found = next((rule for rule, targets in self._matchers if targets.covers(prefix)), None)
+        return found if found is not None and found.scheme is not None else None
 
     def scheme_for(self, prefix: str) -> WeightScheme | None:
         """The scheme of the layer `prefix`, a checkpoint's name; None: it is not quantized."""
@@ -152,13 +158,13 @@ class _Targets:
         self._names = frozenset(t for t in targets if not t.startswith("re:"))
         self._patterns = [re.compile(t.removeprefix("re:")) for t in targets if t.startswith("re:")]
 
-    def matches(self, prefix: str) -> bool:
-        last = prefix.rpartition(".")[2]
-        if prefix in self._names or last in self._names:
-            return True
-        if any(pattern.match(prefix) for pattern in self._patterns):
-            return True
-        return LINEAR in self._names and last != _EMBEDDING
+    def names(self, prefix: str) -> bool:
+        """Whether the layer is named, or matched by a pattern."""
+        return prefix in self._names or any(pattern.match(prefix) for pattern in self._patterns)
+
+    def covers(self, prefix: str) -> bool:
+        """Whether all linear layers are meant, and the layer is one."""
+        return LINEAR in self._names and not prefix.endswith(_EMBEDDING)
 
 
 def setting(name: Literal["gguf", "half", "int8"]) -> QuantizationConfig:
