@@ -22,6 +22,8 @@ from octavo.messages import (
     AddRequests,
     CoreOutputs,
     CoreStats,
+    DescribeKV,
+    KVMap,
     ModelFacts,
     ProfileStatus,
     ResetPrefixCache,
@@ -67,6 +69,8 @@ class AsyncLLM:
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
         self._profiles: asyncio.Queue[ProfileStatus | EngineDeadError] = asyncio.Queue()
         self._profiling = asyncio.Lock()  # one profile's message at a time
+        self._kv_maps: asyncio.Queue[KVMap | EngineDeadError] = asyncio.Queue()
+        self._mapping = asyncio.Lock()  # one map's message at a time
         self._stats = CoreStats()
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
@@ -273,6 +277,25 @@ class AsyncLLM:
         # A caller that goes away must not leave the answer for the next one.
         return await asyncio.shield(ask())
 
+    async def describe_kv(self, cells: int) -> KVMap:
+        """What the blocks of the KV pool are at the end of a step, in at most `cells` cells.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
+
+        async def ask() -> KVMap:
+            async with self._mapping:
+                self._client.send(DescribeKV(cells))
+                told = await self._kv_maps.get()
+            if isinstance(told, EngineDeadError):
+                raise told
+            return told
+
+        # A caller that goes away must not leave the answer for the next one.
+        return await asyncio.shield(ask())
+
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
         if self._dead is not None:
@@ -341,18 +364,22 @@ class AsyncLLM:
         if ready:
             self._hand_over(ready)
         if news.profile is not None:
-            self._tell_profile(news.profile)
+            self._tell(self._profiles, news.profile)
+        if news.kv_map is not None:
+            self._tell(self._kv_maps, news.kv_map)
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:
             self._dead = error
             waiting = list(self._queues.values())
         self._hand_over([(items, error) for items in waiting])
-        self._tell_profile(error)
+        self._tell(self._profiles, error)
+        self._tell(self._kv_maps, error)
 
-    def _tell_profile(self, status: ProfileStatus | EngineDeadError) -> None:
+    def _tell(self, answers: asyncio.Queue[Any], answer: object) -> None:
+        """Hand an answer to whoever waits for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._profiles.put_nowait, status)
+            self._loop.call_soon_threadsafe(answers.put_nowait, answer)
 
     def _hand_over(self, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""

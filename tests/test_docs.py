@@ -107,16 +107,16 @@ def test_what_is_generated_from_the_code_is_what_the_code_says():
 
 def test_server_page_names_every_endpoint_and_metric():
     from octavo.messages import CoreStats
-    from octavo.server.endpoints import OPERATIONS, PROFILING
+    from octavo.server.endpoints import KV_DEBUG, OPERATIONS, PROFILING
     from octavo.server.metrics import Metrics
 
     page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     metrics = Metrics(CoreStats, "m", 128).render().decode()
     names = set(re.findall(r"^# TYPE (\S+)", metrics, re.M))
-    told = set(re.findall(r"`(vllm:\w+)`", page))
+    told = set(re.findall(r"`((?:vllm|octavo):\w+)(?:\{\w+=[^`]*\})?`", page))
     assert told == {name for name in names if not name.endswith("_created")}
     endpoints = set(re.findall(r"`((?:GET|POST) /[^`]*)`", page))
-    assert endpoints == {f"{operation.method} {operation.path}" for operation in OPERATIONS + PROFILING}
+    assert endpoints == {f"{operation.method} {operation.path}" for operation in OPERATIONS + PROFILING + KV_DEBUG}
 
 
 def test_the_readme_exists_in_two_languages_with_the_same_examples():

@@ -1,4 +1,4 @@
-"""`octavo env`: the hardware and libraries that were found, and what each enables."""
+"""`octavo env`: the hardware and libraries that were found, and what each enables; or a server's memory."""
 
 from __future__ import annotations
 
@@ -43,9 +43,24 @@ LIBRARIES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print one JSON object (memory in bytes).")
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="Tell of a running server instead, such as http://127.0.0.1:8000: its memory by what holds it, "
+        "as measured, and how its KV cache is used.",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="The server's key, if it asks for one. Default: OCTAVO_API_KEY."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.url is not None:
+        from octavo.cli.env_server import ask, render_server
+
+        told = ask(args.url, args.api_key)
+        print(json.dumps(told, indent=2) if args.json else render_server(told))
+        return 0
     report = collect()
     print(json.dumps(report, indent=2) if args.json else render(report))
     return 0

@@ -14,8 +14,9 @@ from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv.groups import page_bytes
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
+from octavo.kv.map import describe_kv
 from octavo.kv.offloading import TierRates
-from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts, StepResult
+from octavo.messages import CoreOutput, CoreRequest, CoreStats, KVMap, ModelFacts, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,21 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """Gauges and counters now."""
-        return self.scheduler.current_stats()
+        stats, pool = self.scheduler.current_stats(), self.kv.pool
+        stats.prefix_cache_evictions = pool.evictions
+        stats.graph_bytes = self.executor.graph_bytes
+        times = pool.residency
+        stats.block_lifetime, stats.block_idle = times.lifetime, times.idle
+        stats.block_reuse_gap = times.reuse_gap
+        return stats
+
+    def describe_kv(self, cells: int) -> KVMap:
+        """What the blocks of the pool (and of the host tier) are now, in at most `cells` cells each."""
+        offloading, stats = self.kv.offloading, self.scheduler.current_stats()
+        host = None if offloading is None else offloading.tier
+        told = describe_kv(self.kv.pool, self.facts.groups, cells, host)
+        told.num_running, told.num_waiting = stats.num_running, stats.num_waiting
+        return told
 
     def close(self) -> None:
         """Free the workers."""

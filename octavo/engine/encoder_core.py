@@ -10,7 +10,8 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.engine.executor import EncoderExecutor
 from octavo.errors import EngineDeadError
-from octavo.messages import CoreOutput, CoreRequest, CoreStats, ModelFacts, RequestMetrics
+from octavo.kv.map import STATES
+from octavo.messages import CoreOutput, CoreRequest, CoreStats, KVMap, ModelFacts, RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,10 @@ class EncoderCore:
         """Gauges and counters now (a copy)."""
         self._stats.num_waiting = len(self._waiting)
         return CoreStats(*(getattr(self._stats, name) for name in CoreStats.__struct_fields__))
+
+    def describe_kv(self, cells: int) -> KVMap:
+        """There is no KV cache: a map without blocks."""
+        return KVMap(b"", 1, 0, 0, 0, dict.fromkeys(STATES, 0), num_waiting=len(self._waiting))
 
     def close(self) -> None:
         """Free the worker."""

@@ -29,6 +29,11 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a step; steps complete in the order of launch."""
 
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that recorded steps hold now."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Free devices and memory."""
@@ -54,6 +59,10 @@ class UniprocExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> PendingStep:
         return self._worker.execute(plan)
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._worker.graph_bytes
 
     def close(self) -> None:
         self._close_compiler()

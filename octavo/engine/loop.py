@@ -15,6 +15,7 @@ from octavo.messages import (
     CoreOutput,
     CoreOutputs,
     CoreStats,
+    DescribeKV,
     ResetPrefixCache,
     Shutdown,
     StartProfile,
@@ -85,6 +86,8 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                     start = isinstance(message, StartProfile)
                     status = profiling.start() if start else profiling.stop()
                     deliver(CoreOutputs([], core.stats(), status))
+                elif isinstance(message, DescribeKV):
+                    deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message.cells)))
                 else:
                     outputs += _handle(core, message)
             if core.has_work:

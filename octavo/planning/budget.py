@@ -51,9 +51,10 @@ def affordable_blocks(groups: Sequence[KVGroup], num_bytes: int, most: int) -> i
 
 def table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int, max_rows: int) -> int:
     """What the tables of running requests take (`octavo.worker.input_batch`): their tokens, two tables of
-    blocks per group, and a step's inputs."""
+    blocks per group, a step's inputs, and sampling settings."""
     slots, columns = max_num_seqs + 1, blocks_of(max_model_len, groups[0].format.block_size)
     per_request = 4 * max_model_len + 8  # tokens, and how many are computed
     per_group = 4 * columns * (slots + max_num_seqs) + 8 * max_rows
     step = (4 + 8) * max_rows + (8 + 8 + 8 + 4) * max_num_seqs + 4 * (max_num_seqs + 1) + 4
-    return slots * per_request + len(groups) * per_group + step
+    sampling = 4 * 12 * max_num_seqs  # `octavo.sampling.state`
+    return slots * per_request + len(groups) * per_group + step + sampling

@@ -34,12 +34,14 @@ class Store:
     Attributes:
         matrix: the quantized matrix, once all shards are there; None where the checkpoint stores some of it
             unquantized: then `plain` holds the whole in the activations' dtype.
+        embeds: whether an embedding looks rows up in it, so that `plain` keeps its weight as it is.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype):
         self.rows, self.columns, self.dtype = rows, columns, dtype
         self.matrix: quant_ops.Matrix | None = None
         self.plain: nn.Module | None = None
+        self.embeds = False
         self._pieces: dict[int, QuantizedMatrix | torch.Tensor] = {}  # by their first row
         self._lock = threading.Lock()  # layers that share a store are finished side by side
 
@@ -149,6 +151,8 @@ class QuantizedMethod(EmbeddingMethod):
             layer.plain = nn.Module()  # an embedding that shares the store keeps its weight
             layer.plain.weight = store.plain.weight
             _PLAIN.process_after_load(layer.plain)
+            if not store.embeds:
+                store.plain = layer.plain  # what is repacked needs no second copy
 
     def finish_embedding(self, layer: nn.Module) -> None:
         self._finish(layer)
@@ -190,6 +194,7 @@ class QuantizedMethod(EmbeddingMethod):
 
     def share(self, layer: nn.Module, source: nn.Module) -> None:
         layer.store = source.store
+        _store(layer).embeds = True
 
     def same(self, layer: nn.Module, source: nn.Module) -> bool:
         ours, theirs = _store(layer), _store(source)

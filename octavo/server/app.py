@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.endpoints import OPERATIONS, Operation, not_found, operations
+from octavo.server.endpoints import Operation, not_found, operations
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.parsing import decode_body, read_body
 from octavo.server.service import Service
@@ -24,7 +24,7 @@ def build_app(service: Service) -> ASGIApp:
     Starlette's router and middleware without its application class, whose error handlers would wrap
     every chunk that is sent: each endpoint here answers for its own errors.
     """
-    offered = operations(service.engine.config)
+    offered = operations(service.engine.config, service.config)
     paths = {operation.path: operation.path.replace("{model}", "{model:path}") for operation in offered}
     routes = [
         Route(paths[operation.path], _Endpoint(service, operation), methods=[operation.method])
@@ -34,7 +34,7 @@ def build_app(service: Service) -> ASGIApp:
     app: ASGIApp = Router(routes, redirect_slashes=False, default=_Refusal(404))
     keys = service.config.all_api_keys()
     if keys:
-        app = _KeyMiddleware(app, keys)
+        app = _KeyMiddleware(app, keys, offered)
     if service.config.allowed_origins:
         # Outermost: a preflight request carries no key.
         app = CORSMiddleware(
@@ -125,11 +125,11 @@ async def _fail(response: Any, error: ApiError, scope: Scope, receive: Receive, 
 class _KeyMiddleware:
     """Asks for an API key on every path but the open ones."""
 
-    def __init__(self, app: ASGIApp, keys: list[str]):
+    def __init__(self, app: ASGIApp, keys: list[str], offered: tuple[Operation, ...]):
         self._app = app
         # Digests have one length, so that the time of a comparison tells nothing about a key.
         self._digests = [_digest(key.encode()) for key in keys]
-        self._open = {operation.path for operation in OPERATIONS if operation.open}
+        self._open = {operation.path for operation in offered if operation.open}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open or self._allowed(scope):

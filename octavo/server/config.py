@@ -41,6 +41,10 @@ class ServerConfig:
     drain_timeout: float = setting(
         60.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", low=0.0, high=86400.0
     )
+    enable_kv_debug: bool = setting(
+        False,
+        "GET /debug/kv draws the pool of KV blocks as a map, and /debug/kv.json tells it: for development.",
+    )
     access_log: bool = setting(False, "Log a line per request.")
     ssl_keyfile: str | None = setting(None, "Private key file, to serve HTTPS.")
     ssl_certfile: str | None = setting(None, "Certificate file, to serve HTTPS.")

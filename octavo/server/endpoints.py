@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from starlette.types import Scope
 from octavo.config import EngineConfig
 from octavo.server.chat import chat_prompt, create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.config import ServerConfig
+from octavo.server.debug_kv import MOST_CELLS, KVMapResponse, kv_map, kv_page
 from octavo.server.embeddings import create_embeddings
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.metrics import CONTENT_TYPE
@@ -50,10 +52,12 @@ class Operation:
 
     Attributes:
         request: struct of the body, None without one.
-        response: struct of a 200 answer; None: plain text.
+        response: struct of a 200 answer; None: text.
         chunk: struct of one event when the request asks for a stream.
         open: needs no API key.
         generates: refused while the server shuts down.
+        media_type: of an answer that is text.
+        query: whole numbers that the address may carry, and what they mean.
     """
 
     method: str
@@ -65,6 +69,8 @@ class Operation:
     chunk: type[msgspec.Struct] | None = None
     open: bool = False
     generates: bool = False
+    media_type: str = "text/plain"
+    query: Mapping[str, str] = field(default_factory=dict)
 
 
 def json_response(value: msgspec.Struct, status: int = 200) -> Response:
@@ -171,7 +177,9 @@ async def _stop_profile(service: Service, scope: Scope, body: None) -> AsgiRespo
 async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:
     from octavo.server.openapi import openapi_document
 
-    document = openapi_document(operations(service.engine.config), bool(service.config.all_api_keys()))
+    document = openapi_document(
+        operations(service.engine.config, service.config), bool(service.config.all_api_keys())
+    )
     return Response(
         msgspec.json.encode(document),
         media_type="application/json",
@@ -258,9 +266,32 @@ PROFILING: tuple[Operation, ...] = (
 """For development: only where the settings name a folder for traces."""
 
 
-def operations(config: EngineConfig) -> tuple[Operation, ...]:
+KV_DEBUG: tuple[Operation, ...] = (
+    # The page itself holds no data; what it asks for needs the key that is typed into it.
+    Operation(
+        "GET",
+        "/debug/kv",
+        "The pool of KV blocks as a map, in a page.",
+        kv_page,
+        open=True,
+        media_type="text/html",
+    ),
+    Operation(
+        "GET",
+        "/debug/kv.json",
+        "The same as JSON.",
+        kv_map,
+        response=KVMapResponse,
+        query={"cells": f"most cells of the answer, 1 to {MOST_CELLS} (the default)"},
+    ),
+)
+"""For development: only where the settings ask for it."""
+
+
+def operations(engine: EngineConfig, server: ServerConfig) -> tuple[Operation, ...]:
     """What a server with these settings offers."""
-    return OPERATIONS + PROFILING if config.torch_profiler_dir is not None else OPERATIONS
+    profiling = PROFILING if engine.torch_profiler_dir is not None else ()
+    return OPERATIONS + profiling + (KV_DEBUG if server.enable_kv_debug else ())
 
 
 def not_found(path: str) -> ApiError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from octavo.kv.residency import BOUNDS
 from octavo.messages import CoreStats
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -26,6 +27,37 @@ FINISH_REASONS = ("stop", "length", "abort")
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip  # noqa: E501
 _TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip  # noqa: E501
 _REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip  # noqa: E501
+
+# Counters of the KV cache and its tiers: name, what it counts, field of `CoreStats`.
+_KV_COUNTERS = (
+    ("octavo:prefix_cache_evictions", "Cached blocks that were reused.", "prefix_cache_evictions"),
+    (
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens that the device did not have, looked up in the host tier.",
+        "host_cache_queries",
+    ),
+    ("vllm:external_prefix_cache_hits", "Tokens of them that were copied back.", "host_cache_hits"),
+    ("octavo:host_cache_evictions", "Blocks of the host tier that gave way.", "host_evictions"),
+    ("octavo:host_cache_loads_failed", "Requests whose copies failed.", "host_loads_failed"),
+    ("octavo:kv_bytes_to_host", "Bytes of KV copied to host memory.", "host_bytes_out"),
+    ("octavo:kv_bytes_from_host", "Bytes of KV copied back from host memory.", "host_bytes_in"),
+    ("octavo:kv_blocks_to_host", "Blocks copied to host memory.", "host_blocks_out"),
+    ("octavo:kv_blocks_from_host", "Blocks copied back from host memory.", "host_blocks_in"),
+    ("octavo:disk_cache_hits", "Tokens read from disk for a request.", "disk_cache_hits"),
+    ("octavo:kv_blocks_to_disk", "Blocks written to disk.", "disk_blocks_out"),
+    ("octavo:kv_blocks_from_disk", "Blocks read from disk.", "disk_blocks_in"),
+    ("octavo:disk_failures", "Blocks that could not be read or written.", "disk_failures"),
+    (
+        "octavo:preemptions_resumed_by_copy",
+        "Preempted requests that came back with copied KV.",
+        "resumed_by_copy",
+    ),
+    (
+        "octavo:preemptions_resumed_by_compute",
+        "Preempted requests whose KV was computed again.",
+        "resumed_by_compute",
+    ),
+)
 
 
 class LatencyHistogram:
@@ -45,19 +77,37 @@ class LatencyHistogram:
 
     def family(self, labels: tuple[str, str]) -> HistogramMetricFamily:
         """What Prometheus is told: cumulative counts and the sum."""
-        bounds = [*(repr(bound) for bound in self._buckets), "+Inf"]
-        family = HistogramMetricFamily(self.name, self.text, labels=LABELS)
-        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
-        return family
+        return _family(self.name, self.text, self._buckets, self._counts, self._sum, labels)
+
+
+def _family(
+    name: str,
+    text: str,
+    buckets: tuple[float, ...],
+    counts: list[int],
+    total: float,
+    labels: tuple[str, str],
+) -> HistogramMetricFamily:
+    """A histogram of counts by bucket (one more than bounds; none counted yet: empty)."""
+    bounds = [*(repr(bound) for bound in buckets), "+Inf"]
+    family = HistogramMetricFamily(name, text, labels=LABELS)
+    cumulative = accumulate(counts or [0] * len(bounds))
+    family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), total)
+    return family
 
 
 class _CoreCollector(Collector):
     """The engine core's own figures and the server's latencies, read at each scrape."""
 
     def __init__(
-        self, stats: Callable[[], CoreStats], histograms: list[LatencyHistogram], labels: tuple[str, str]
+        self,
+        stats: Callable[[], CoreStats],
+        histograms: list[LatencyHistogram],
+        labels: tuple[str, str],
+        memory: Mapping[str, int],
     ):
         self._stats = stats
+        self._memory = memory
         self._histograms = histograms
         self._labels = labels
 
@@ -67,6 +117,13 @@ class _CoreCollector(Collector):
             ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
             ("vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage),
+            ("octavo:kv_blocks", "Blocks of the device's pool.", stats.kv_blocks_total),
+            ("octavo:host_kv_blocks", "Slots of the host tier.", stats.host_blocks_total),
+            (
+                "octavo:host_kv_blocks_used",
+                "Slots of the host tier that hold a block.",
+                stats.host_blocks_used,
+            ),
         )
         counters = (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
@@ -82,27 +139,67 @@ class _CoreCollector(Collector):
             ),
             ("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
+            *((name, text, getattr(stats, field)) for name, text, field in _KV_COUNTERS),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
+        yield self._by_kind(stats)
         for name, text, value in counters:
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
         for histogram in self._histograms:
             yield histogram.family(self._labels)
+        for name, text, times in (
+            ("kv_block_lifetime_seconds", "Allocation to eviction of sampled blocks.", stats.block_lifetime),
+            (
+                "kv_block_idle_before_evict_seconds",
+                "Last use to eviction of sampled blocks.",
+                stats.block_idle,
+            ),
+            (
+                "kv_block_reuse_gap_seconds",
+                "Last use to a prefix hit of sampled blocks.",
+                stats.block_reuse_gap,
+            ),
+        ):
+            yield _family(f"vllm:{name}", text, BOUNDS, times.counts, times.total, self._labels)
+
+    def _by_kind(self, stats: CoreStats) -> GaugeMetricFamily:
+        """The memory ledger; recorded steps come as they are first met, out of what was free."""
+        held = dict(self._memory)
+        if held and stats.graph_bytes:
+            held["graphs"] = stats.graph_bytes
+            held["free"] = held.get("free", 0) - stats.graph_bytes
+        gauge = GaugeMetricFamily(
+            "octavo:memory_bytes", "Memory by what holds it, measured at start.", labels=(*LABELS, "kind")
+        )
+        for kind, num_bytes in held.items():
+            gauge.add_metric((*self._labels, kind), num_bytes)
+        return gauge
 
 
 class Metrics:
     """All metrics of one server, in a registry of their own."""
 
-    def __init__(self, stats: Callable[[], CoreStats], model_name: str, max_model_len: int):
+    def __init__(
+        self,
+        stats: Callable[[], CoreStats],
+        model_name: str,
+        max_model_len: int,
+        memory: Mapping[str, int] | None = None,
+    ):
+        """Set them up.
+
+        Args:
+            memory: bytes by what holds them (`ModelFacts.memory`).
+        """
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
         self._histograms: list[LatencyHistogram] = []
-        self._registry.register(_CoreCollector(stats, self._histograms, labels))
+        self._registry.register(_CoreCollector(stats, self._histograms, labels, memory or {}))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LatencyHistogram:
             self._histograms.append(LatencyHistogram(name, text, buckets))

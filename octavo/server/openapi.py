@@ -61,6 +61,11 @@ def _describe(operation: Operation, refs: dict[type, dict[str, Any]], needs_key:
         "summary": operation.summary,
         "responses": {"200": _success(operation, refs)},
     }
+    if operation.query:
+        described["parameters"] = [
+            {"name": name, "in": "query", "description": text, "schema": {"type": "integer"}}
+            for name, text in operation.query.items()
+        ]
     if "{model}" in operation.path:
         described["parameters"] = [
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
@@ -82,7 +87,7 @@ def _describe(operation: Operation, refs: dict[type, dict[str, Any]], needs_key:
 
 def _success(operation: Operation, refs: dict[type, dict[str, Any]]) -> dict[str, Any]:
     if operation.response is None:
-        kind = "application/json" if operation.path.endswith(".json") else "text/plain"
+        kind = "application/json" if operation.path.endswith(".json") else operation.media_type
         schema = {"type": "object"} if kind == "application/json" else {"type": "string"}
         return {"description": operation.summary, "content": {kind: {"schema": schema}}}
     content: dict[str, Any] = {"application/json": {"schema": refs[operation.response]}}
@@ -100,6 +105,8 @@ def _possible_errors(operation: Operation, needs_key: bool) -> list[str]:
     errors = []
     if operation.request is not None:
         errors += ["400", "404", "408", "413"]
+    elif operation.query:
+        errors.append("400")
     elif "{" in operation.path:
         errors.append("404")
     if needs_key and not operation.open:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
-from octavo.messages import CoreStats, ProfileStatus
+from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -44,6 +44,9 @@ class Engine(Protocol):
     @property
     def cache_root(self) -> bytes: ...
 
+    @property
+    def facts(self) -> ModelFacts: ...
+
     def default_params(self) -> SamplingParams: ...
 
     def generate(
@@ -69,6 +72,8 @@ class Engine(Protocol):
     async def start_profile(self) -> None: ...
 
     async def stop_profile(self) -> ProfileStatus: ...
+
+    async def describe_kv(self, cells: int) -> KVMap: ...
 
     async def check_health(self) -> None: ...
 
@@ -97,7 +102,7 @@ class Service:
             config.tokenizer_threads,
             load_chat_template(template) if template else None,
         )
-        self.metrics = Metrics(engine.stats, self.names[0], engine.max_model_len)
+        self.metrics = Metrics(engine.stats, self.names[0], engine.max_model_len, engine.facts.memory)
         self.jobs: set[asyncio.Task[None]] = set()
         self.expired: set[asyncio.Task[None]] = set()
         self.draining = False

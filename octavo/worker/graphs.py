@@ -51,6 +51,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[tuple[int, bool], tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
+        self.num_bytes = 0  # of device memory that the graphs hold, the driver's part included
 
     def size_for(self, plan: StepPlan) -> int | None:
         """The size that a step is padded to, or None if it has to run eagerly."""
@@ -87,10 +88,12 @@ class DecodeGraphs:
 
     def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
         self._model.prepare_capture(inputs.meta)
+        free, _ = torch.cuda.mem_get_info(self._batch.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits, tokens = self._forward(inputs)
         self._pool = graph.pool()
+        self.num_bytes += max(0, free - torch.cuda.mem_get_info(self._batch.device)[0])
         cascade = " that share blocks" if any(meta.shared_blocks for meta in inputs.meta) else ""
         logger.debug("recorded a graph for %d requests%s", len(inputs.slots), cascade)
         return graph, logits, tokens

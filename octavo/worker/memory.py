@@ -1,8 +1,10 @@
-"""How many KV blocks fit: measured on the loaded model, not guessed."""
+"""How many KV blocks fit, and what holds how much memory: measured on the loaded model, not guessed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,9 +12,10 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
+from octavo.planning.budget import GIB, affordable_blocks, cpu_kv_bytes, gpu_kv_bytes
 from octavo.planning.hardware import detect_memory
-
-GIB = 1 << 30
+from octavo.planning.ledger import Ledger
+from octavo.worker.weight_bytes import kept_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,15 @@ def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int)
     if device.type == "cpu":
         free = detect_memory().available
         share = config.cpu_memory_utilization
-        return KVBudget(int(free * share), f"{share:g} of {free / GIB:.2f} GiB free (cpu_memory_utilization)")
+        return KVBudget(
+            cpu_kv_bytes(free, share), f"{share:g} of {free / GIB:.2f} GiB free (cpu_memory_utilization)"
+        )
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    asked = int(total * config.gpu_memory_utilization)
-    ours = torch.cuda.memory_reserved(device)
-    # What others hold can't be had, whatever the setting says; `total - free` counts it too.
-    left = min(asked - (total - free), free) - activation_bytes
+    left = gpu_kv_bytes(total, free, config.gpu_memory_utilization, activation_bytes)
     if left <= 0:
+        asked = int(total * config.gpu_memory_utilization)
+        ours = torch.cuda.memory_reserved(device)
         raise ConfigError(
             f"no memory for the KV cache on {device}: {asked} bytes asked (gpu_memory_utilization="
             f"{config.gpu_memory_utilization:g} of {total}), {free} free, weights hold {ours} and a step "
@@ -83,12 +87,66 @@ def num_blocks(budget: KVBudget, groups: list[KVGroup], most: int) -> int:
     Raises:
         ConfigError: there is not even one block for each group.
     """
-    block_bytes = page_bytes(groups)
-    blocks = min(budget.num_bytes // block_bytes, most)
-    if blocks < len(groups):
+    blocks = affordable_blocks(groups, budget.num_bytes, most)
+    if not blocks:
+        block_bytes = page_bytes(groups)
         raise ConfigError(
             f"the KV cache gets {budget.num_bytes} bytes ({budget.reason}) but one block needs {block_bytes}"
             + (f" and {len(groups)} groups of layers one each" if len(groups) > 1 else "")
             + ": raise kv_cache_memory_bytes or the memory utilization"
         )
     return blocks
+
+
+def measured_ledger(
+    model: Any,
+    kv_caches: Sequence[torch.Tensor],
+    tables: Iterable[Any],
+    device: torch.device,
+    activation_bytes: int,
+    host_bytes: int = 0,
+) -> Ledger:
+    """What holds how much of the device once everything is loaded; see `octavo.planning.ledger.KINDS`.
+
+    On a GPU what the driver and other programs hold is what the device reports beyond our tensors. On a
+    CPU a step's tensors come and go and are not counted, and the cache is counted whole, though the system
+    gives it memory as it is written.
+
+    Args:
+        kv_caches: the caches of the layers; those that share memory count once.
+        tables: objects that hold the tables of running requests.
+        activation_bytes: what is kept for a step, tables included (GPU).
+        host_bytes: of the host tier.
+    """
+    held = {
+        "weights": sum(kept_weight_bytes(model).values()),
+        "kv_cache": _storage_bytes(kv_caches),
+        "tables": _storage_bytes(t for owner in tables for t in _tensors_of(owner)),
+    }
+    ours = sum(held.values())
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        held["activations"] = max(0, activation_bytes - held["tables"])
+        held["other"] = total - free - ours
+    else:
+        memory = detect_memory()
+        total = memory.total
+        held["other"] = total - memory.available - held["weights"]
+    held["free"] = total - sum(held.values())
+    if host_bytes:
+        held["host_cache"] = host_bytes
+    return Ledger(total, held)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors_of(owner: Any) -> Iterator[torch.Tensor]:
+    """The tensors that are an object's attributes, alone or in lists."""
+    for value in vars(owner).values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, torch.Tensor):
+                yield item

@@ -18,7 +18,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kernels.cpu import ops as cpu_kernels
-from octavo.kv.capacity import blocks_of, token_capacity
+from octavo.kv.capacity import token_capacity
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import describe_pool, page_bytes
 from octavo.kv.keys import root_key
@@ -31,13 +31,15 @@ from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling_config import pooling_settings
+from octavo.planning.budget import useful_blocks, with_slack
+from octavo.planning.ledger import Ledger
 from octavo.sampling_params import SamplingParams
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.kv_tiers import KVTiers, Launched, prefill_rate
-from octavo.worker.memory import check_weights_fit, kv_budget, num_blocks
+from octavo.worker.memory import check_weights_fit, kv_budget, measured_ledger, num_blocks
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
@@ -116,10 +118,12 @@ class Worker:
             self.facts,
             cache_root=root,
             step_weight_bytes=step_weight_bytes(self.model),
+        memory = self._measure_memory()
             summary={
                 "model": source.name,
                 "architecture": self._describe_architecture(),
                 "device": self._describe_device(threads),
+            memory={"total": memory.total, **memory.held},
                 "dtype": self.dtype,
                 "weights": self._describe_weights(),
                 "attention": self.model.attention_layers()[0].backend.name,
@@ -131,6 +135,7 @@ class Worker:
                 "profile and cache": f"{ready - compiled:.2f} s",
             },
         )
+                "memory": memory.line(),
 
     def _settle(
         self, config: EngineConfig, device: torch.device
@@ -223,6 +228,11 @@ class Worker:
 
     def _check_size(self, build: Callable[..., CausalLM]) -> None:
         """Refuse a model that is larger than the memory that is free, by its shapes alone."""
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that recorded steps hold now."""
+        return 0 if self.runner.graphs is None else self.runner.graphs.num_bytes
+
         shapes = build(device="meta", attention_backend="torch")
         tensors = {t.data_ptr() or id(t): t for t in (*shapes.parameters(), *shapes.buffers())}
         # Making a rotary table takes twice its own size more.
@@ -231,12 +241,10 @@ class Worker:
 
     def _size_cache(self, wanted: int) -> None:
         """Profile the largest step, allocate the cache, settle `max_model_len`."""
-        config, block_size = self.config, self.config.block_size
-        activations = self._profile(wanted) if self.device.type == "cuda" else 0
-        budget = kv_budget(config, self.device, activations)
-        # As if windows freed nothing: what they free serves the prefix cache.
-        most = config.max_num_seqs * blocks_of(wanted, block_size) * len(self.groups)
-        blocks = num_blocks(budget, self.groups, most)
+        config = self.config
+        self._activations = self._profile(wanted) if self.device.type == "cuda" else 0
+        budget = kv_budget(config, self.device, self._activations)
+        blocks = num_blocks(budget, self.groups, useful_blocks(self.groups, config.max_num_seqs, wanted))
         length = wanted
         capacity = token_capacity(self.groups, blocks, wanted)
         if capacity < wanted:
@@ -306,6 +314,16 @@ class Worker:
 
     def _records_steps(self) -> bool:
         return self.device.type == "cpu" and not self.config.enforce_eager and cpu_kernels.available()
+    def _measure_memory(self) -> Ledger:
+        """What holds how much, now that everything is there."""
+        tables: list[Any] = [self.runner.batch]
+        if isinstance(self.runner, ModelRunner):
+            tables.append(self.runner.sampling)
+        host = 0 if self.tiers is None else self.tiers.host.num_slots * self.tiers.host.page_bytes
+        return measured_ledger(
+            self.model, self.runner.kv_caches, tables, self.device, self._activations, host
+        )
+
 
     def _uses_graphs(self) -> bool:
         if self.device.type != "cuda" or self.config.enforce_eager:
@@ -337,8 +355,7 @@ class Worker:
             self._prefill_rate = prefill_rate(runner.execute, plan)
         del runner
         gc.collect()
-        # Fragmentation and libraries' workspaces are not in PyTorch's count: a twentieth and 256 MiB.
-        return int((peak - before - kv_bytes) * 1.05) + (256 << 20)
+        return with_slack(peak - before - kv_bytes)
 
     def largest_step(self, length: int) -> tuple[StepPlan, int]:
         """The step that needs most memory, and how many KV blocks it uses.

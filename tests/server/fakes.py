@@ -11,7 +11,10 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.engine.input_processor import check_salt
 from octavo.errors import EngineDeadError, RequestError
-from octavo.messages import CoreStats, ProfileStatus, RequestMetrics
+from octavo.kv.format import KVFormat, KVGroup
+from octavo.kv.map import describe_kv
+from octavo.kv.pool import BlockPool
+from octavo.messages import CoreStats, KVMap, ProfileStatus, RequestMetrics
 from octavo.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -79,6 +82,8 @@ class FakeEngine:
         self.cached: dict[tuple[int, ...], int] = {}
         self.down = False
         self.profiles = 0  # under way
+        self.facts = types.SimpleNamespace(memory={"total": 100, "weights": 60, "kv_cache": 30, "free": 10})
+        self.pool = BlockPool(5000)
 
     def kill(self) -> None:
         self.dead.set()
@@ -92,6 +97,10 @@ class FakeEngine:
 
     def stats(self) -> CoreStats:
         return CoreStats(num_running=len(self.live), generation_tokens=self.generated, prefix_cache_queries=7)
+
+    async def describe_kv(self, cells: int) -> KVMap:
+        await self.check_health()
+        return describe_kv(self.pool, [KVGroup("full", (0,), KVFormat("bfloat16", 16, 2, 8))], cells)
 
     async def start_profile(self) -> None:
         if self.profiles:
