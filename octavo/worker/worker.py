@@ -29,15 +29,17 @@ from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
-from octavo.models.locate import ModelSource, configured_model
+from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
 from octavo.models.pooling_config import pooling_settings
 from octavo.planning.budget import useful_blocks, with_slack
 from octavo.planning.ledger import Ledger
 from octavo.sampling_params import SamplingParams
+from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.kv_scales import CalibrationTokens, random_tokens, settle_kv_scales, text_tokens
 from octavo.worker.kv_tiers import KVTiers, Launched, prefill_rate
 from octavo.worker.memory import check_weights_fit, kv_budget, measured_ledger, num_blocks
 from octavo.worker.model_runner import ModelRunner
@@ -97,6 +99,9 @@ class Worker:
             if compiler is not None:
                 compiler.wait()
         compiled = time.perf_counter()
+        self.kv_scales = settle_kv_scales(
+            self.model, DTYPES[self.dtype], partial(self._calibration_tokens, source, wanted)
+        )
         self.groups: list[KVGroup] = self.model.kv_groups()
         self._size_cache(wanted)
         # The context's length enters only where the rotation depends on it, so that a restart with
@@ -107,35 +112,35 @@ class Worker:
         root = root_key(
             fingerprint(source, self.model_config, config.load_format, config.seed),
             self._arithmetic(),
-            ";".join(f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups),
+            self._kv_format(),
             rope,
             config.block_size,
         )
         if self.tiers is not None:
             self.tiers.open_store(root)
+        memory = self._measure_memory()
         ready = time.perf_counter()
         self.facts = replace(
             self.facts,
             cache_root=root,
+            memory={"total": memory.total, **memory.held},
             step_weight_bytes=step_weight_bytes(self.model),
-        memory = self._measure_memory()
             summary={
                 "model": source.name,
                 "architecture": self._describe_architecture(),
                 "device": self._describe_device(threads),
-            memory={"total": memory.total, **memory.held},
                 "dtype": self.dtype,
                 "weights": self._describe_weights(),
                 "attention": self.model.attention_layers()[0].backend.name,
-                "kv cache": describe_pool(self.groups, self.facts.num_blocks),
+                "kv cache": self._describe_cache(),
                 **({} if self.tiers is None else self._describe_tiers(self.tiers)),
                 "decode steps": self._describe_decoding(),
+                "memory": memory.line(),
                 "loading": f"{loaded - begin:.2f} s",
                 **({} if compiler is None else {"kernels": f"{compiled - loaded:.2f} s"}),
                 "profile and cache": f"{ready - compiled:.2f} s",
             },
         )
-                "memory": memory.line(),
 
     def _settle(
         self, config: EngineConfig, device: torch.device
@@ -162,19 +167,39 @@ class Worker:
             attention_backend=config.attention_backend,
             max_model_len=wanted,
             block_size=config.block_size,
+            kv_dtype=config.kv_cache_dtype,
             quantization=self.quantization,
             batch_invariant=config.batch_invariant,
             with_head=self.pooling is None,
         )
         return source, wanted, build
 
-    def _describe_tiers(self, tiers: KVTiers) -> dict[str, str]:
-        return {**tiers.describe(), "prefill": f"{self.facts.prefill_rate:.0f} tokens/s"}
-
     def _given_dtype(self) -> str:
         """The name of the dtype in which weights that are made (random, or decoded) come."""
         random = self.config.load_format == "dummy"
         return self.model_config.dtype if random and self.quantization == "half" else self.dtype
+
+    def _calibration_tokens(self, source: ModelSource, most: int) -> CalibrationTokens:
+        """What the scales of an FP8 cache are calibrated on; there may be models without a tokenizer."""
+        most, vocab = min(most, self.max_num_batched_tokens), self.model_config.vocab_size
+        if self.config.skip_tokenizer_init:
+            return random_tokens(vocab, most)
+        return text_tokens(load_tokenizer(configured_tokenizer(self.config, source)), vocab, most)
+
+    def _kv_format(self) -> str:
+        """What decides how KV values are stored: for the root of their keys."""
+        groups = [
+            f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups
+        ]
+        return ";".join(groups if self.kv_scales is None else [*groups, f"scales={self.kv_scales.digest}"])
+
+    def _describe_cache(self) -> str:
+        fmt, pool = self.groups[0].format, describe_pool(self.groups, self.facts.num_blocks)
+        kind = fmt.dtype + (" with offsets" if fmt.offset else "")
+        return f"{kind}, {pool}" if self.kv_scales is None else f"{kind}, {self.kv_scales.origin}, {pool}"
+
+    def _describe_tiers(self, tiers: KVTiers) -> dict[str, str]:
+        return {**tiers.describe(), "prefill": f"{self.facts.prefill_rate:.0f} tokens/s"}
 
     def _describe_decoding(self) -> str:
         if self.runner.recorded is not None:
@@ -203,6 +228,11 @@ class Worker:
                 raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error
             raise
 
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that recorded steps hold now."""
+        return 0 if self.runner.graphs is None else self.runner.graphs.num_bytes
+
     def close(self) -> None:
         """Free model and cache."""
         if self.tiers is not None:
@@ -228,11 +258,6 @@ class Worker:
 
     def _check_size(self, build: Callable[..., CausalLM]) -> None:
         """Refuse a model that is larger than the memory that is free, by its shapes alone."""
-    @property
-    def graph_bytes(self) -> int:
-        """Device memory that recorded steps hold now."""
-        return 0 if self.runner.graphs is None else self.runner.graphs.num_bytes
-
         shapes = build(device="meta", attention_backend="torch")
         tensors = {t.data_ptr() or id(t): t for t in (*shapes.parameters(), *shapes.buffers())}
         # Making a rotary table takes twice its own size more.
@@ -289,6 +314,16 @@ class Worker:
         )
         return tiers
 
+    def _measure_memory(self) -> Ledger:
+        """What holds how much, now that everything is there."""
+        tables: list[Any] = [self.runner.batch]
+        if isinstance(self.runner, ModelRunner):
+            tables.append(self.runner.sampling)
+        host = 0 if self.tiers is None else self.tiers.host.num_slots * self.tiers.host.page_bytes
+        return measured_ledger(
+            self.model, self.runner.kv_caches, tables, self.device, self._activations, host
+        )
+
     def _make_runner(self, blocks: int, length: int) -> ModelRunner | PoolingRunner:
         caches = allocate_caches(self.groups, blocks, self.device)
         sizes: dict[str, Any] = dict(
@@ -314,16 +349,6 @@ class Worker:
 
     def _records_steps(self) -> bool:
         return self.device.type == "cpu" and not self.config.enforce_eager and cpu_kernels.available()
-    def _measure_memory(self) -> Ledger:
-        """What holds how much, now that everything is there."""
-        tables: list[Any] = [self.runner.batch]
-        if isinstance(self.runner, ModelRunner):
-            tables.append(self.runner.sampling)
-        host = 0 if self.tiers is None else self.tiers.host.num_slots * self.tiers.host.page_bytes
-        return measured_ledger(
-            self.model, self.runner.kv_caches, tables, self.device, self._activations, host
-        )
-
 
     def _uses_graphs(self) -> bool:
         if self.device.type != "cuda" or self.config.enforce_eager:
