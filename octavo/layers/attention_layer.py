@@ -58,7 +58,8 @@ class Attention(CachedLayer):
 
     Attributes:
         kv_scale: of an FP8 cache float32 `[2, local KV heads]`, what the codes of keys and values are
-            multiplied by; NaN until a checkpoint or `octavo.worker.kv_scales` fills it. None with every other cache.
+            multiplied by; NaN until a checkpoint or `octavo.worker.kv_scales` fills it. None with every other
+            cache.
     """
 
     backend: AttentionBackend

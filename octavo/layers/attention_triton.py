@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.kernels.triton import attention as kernels
 from octavo.kernels.triton import cascade, rotary_kv
+from octavo.kernels.triton.kv_codes import KVCodes
+from octavo.kernels.triton.kv_encode import gather_kv
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionBackend, AttentionMetadata
@@ -64,14 +66,32 @@ class _Plan:
 
 class RecordableAttention(AttentionBackend):
     """What attention by Triton kernels has in common: how rows are stored, and that a recorded graph needs
-    nothing but what its metadata's tensors hold."""
+    nothing but what its metadata's tensors hold.
+
+    Over a quantized cache, queries of any dtype and probabilities become float16 to be multiplied with codes,
+    and sums are float32.
+    """
 
     recordable = True
+
+    @functools.cached_property
+    def codes(self) -> KVCodes | None:
+        """How kernels read a quantized cache, once `kv_scale` is set; None: it is not quantized."""
+        fmt = self.fmt
+        if not fmt.quantized:
+            return None
+        assert (self.kv_scale is None) == (fmt.dtype == "int8"), "scales belong to FP8 caches"
+        return KVCodes(fmt.dtype, fmt.block_size, fmt.head_dim, fmt.offset, self.kv_scale)
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the kernels' matrix products."""
+        return torch.float16 if self.fmt.quantized else getattr(torch, self.fmt.dtype)
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata
     ) -> None:
-        rotary_kv.write_kv(k, v, cache, meta.slot_mapping)
+        rotary_kv.write_kv(k, v, cache, meta.slot_mapping, self.codes)
 
     def prepare_capture(self, meta: AttentionMetadata) -> None:
         # Grids come from the host's bounds in `meta`, which the recorded launches keep.
@@ -83,7 +103,8 @@ class RecordableAttention(AttentionBackend):
 
 
 class TritonAttention(RecordableAttention):
-    """Paged attention by `octavo.kernels.triton.attention`, for bfloat16, float16 and float32.
+    """Paged attention by `octavo.kernels.triton.attention`, for bfloat16, float16 and float32,
+    and over quantized caches of all kinds.
 
     The leading `meta.num_decodes` requests (one row each) go to the decode kernel; so do the others
     if they have few rows (drafts to verify), and else to the prefill kernel: one launch for a pure
@@ -112,7 +133,7 @@ class TritonAttention(RecordableAttention):
     ):
         super().__init__(num_heads, fmt, scale, sliding_window, softcap)
         self.group = num_heads // fmt.num_kv_heads
-        self.dtype: torch.dtype = getattr(torch, fmt.dtype)
+        self.dtype = self.product_dtype
         self.max_decode_tile = kernels.max_decode_tile(self.dtype)
         self.cascades = sliding_window is None and self._fits_decode(1)
 
@@ -177,7 +198,7 @@ class TritonAttention(RecordableAttention):
         return (
             meta.seq_lens.is_cuda
             and torch.cuda.get_device_capability(meta.seq_lens.device) >= (9, 0)
-            and self.fmt.dtype in ("bfloat16", "float16")
+            and self.fmt.dtype != "float32"
             and self.fmt.head_dim in (64, 128)
             and self.softcap is None
             and (window is None or window >= meta.max_query_len)
@@ -188,7 +209,13 @@ class TritonAttention(RecordableAttention):
     ) -> None:
         """Causal attention of a whole prompt's rows `q` over its own keys and values, into `out`."""
         rows = len(q)
-        kv = cache.index_select(0, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :rows]
+        if q.dtype == torch.float32:  # over a quantized cache; cuDNN has no kernels for it
+            q = q.to(self.dtype)
+        if self.codes is None:
+            kv = cache.index_select(0, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :rows]
+        else:
+            # Its own keys and values as later steps will read them: chunks and cached blocks change nothing.
+            kv = gather_kv(cache, self.codes, blocks, rows, q.dtype)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             found = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], kv[:1], kv[1:], is_causal=True, scale=self.scale, enable_gqa=True
@@ -209,7 +236,9 @@ class TritonAttention(RecordableAttention):
         eps: float = 1e-6,
     ) -> torch.Tensor:
         angles, slots = self._planned(meta).angles_of(cos_sin, positions), meta.slot_mapping
-        rotary_kv.rotary_and_write_kv(q, k, v, angles, None, cache, slots, q_weight, k_weight, eps)
+        rotary_kv.rotary_and_write_kv(
+            q, k, v, angles, None, cache, slots, q_weight, k_weight, eps, self.codes
+        )  # fmt: skip
         return q
 
     def _planned(self, meta: AttentionMetadata) -> _Plan:
@@ -225,13 +254,13 @@ class TritonAttention(RecordableAttention):
         if plan.shared is not None:
             cascade.attend_shared(
                 q, cache, meta.query_start, meta.block_table, meta.num_requests, plan.shared, self.scale,
-                self.softcap,
+                self.softcap, self.codes,
             )  # fmt: skip
         for part in plan.decodes:
             kernels.paged_decode(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
-                self.scale, self.sliding_window, self.softcap, shared=plan.shared,
+                self.scale, self.sliding_window, self.softcap, shared=plan.shared, codes=self.codes,
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]
@@ -240,6 +269,6 @@ class TritonAttention(RecordableAttention):
             kernels.paged_prefill(
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 plan.prefill_from, meta.num_requests, plan.prefill_rows,
-                self.scale, self.sliding_window, self.softcap,
+                self.scale, self.sliding_window, self.softcap, codes=self.codes,
             )  # fmt: skip
         return out

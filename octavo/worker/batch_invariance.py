@@ -8,6 +8,7 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kv.format import QUANTIZED
 from octavo.models.config import ModelConfig
 
 _CAPABILITY = (8, 0)
@@ -29,7 +30,9 @@ def check_batch_invariant(
     """
     if not config.batch_invariant:
         return
-    reason = _why_not_device(device) or _why_not_model(model, pooling)
+    reason = (
+        _why_not_device(device) or _why_not_cache(config.kv_cache_dtype) or _why_not_model(model, pooling)
+    )
     if reason is not None:
         raise ConfigError(f"batch_invariant {reason}, or leave batch_invariant out")
 
@@ -45,6 +48,12 @@ def _why_not_device(device: torch.device) -> str | None:
         )
     if importlib.util.find_spec("triton") is None:
         return "needs Triton: install it"
+    return None
+
+
+def _why_not_cache(dtype: str) -> str | None:
+    if dtype in QUANTIZED:
+        return f"has no kernel for kv_cache_dtype={dtype!r}: use kv_cache_dtype='auto'"
     return None
 
 

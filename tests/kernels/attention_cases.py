@@ -12,12 +12,22 @@ from dataclasses import dataclass
 import torch
 
 from octavo.kernels.triton import attention, cascade
+from octavo.kernels.triton.kv_codes import KVCodes, product_dtype
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_triton import multiprocessors
-from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch, share_beginning
+from tests.kernels.ragged import (
+    attention_float64,
+    forget_before_window,
+    kv_scales,
+    quantize_cache,
+    ragged_batch,
+    share_beginning,
+)
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+# Over quantized caches, whose codes are multiplied in float16 whatever the queries' type.
+CODES_TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-3, "float16": 1e-3}
 # Of float32 where a cap bends the scores: its tanh is good to 1e-6 of them.
 CAPPED_TOLERANCE = 1e-5
 
@@ -49,23 +59,56 @@ CASES = [
 ]
 
 
+@dataclass(frozen=True)
+class Codes:
+    """How a cache is quantized: `kind` is fp8, fp8_e5m2 or int8; `how` of `KVCodes`."""
+
+    kind: str
+    offset: bool = False
+    how: int | None = None
+
+
+ALL_CODES = [Codes("fp8"), Codes("fp8_e5m2"), Codes("int8"), Codes("int8", offset=True)]
+
+
 class Held:
     """A random batch of a case, with what attention over it comes to."""
 
-    def __init__(self, case: Case, dtype: str, shapes: list[tuple[int, int]], device: str, shared: int = 0):
-        """`shapes`: (rows, context) of each request; `shared`: blocks that all begin with."""
+    def __init__(
+        self,
+        case: Case,
+        dtype: str,
+        shapes: list[tuple[int, int]],
+        device: str,
+        shared: int = 0,
+        codes: Codes | None = None,
+    ):
+        """`shapes`: (rows, context) of each request; `shared`: blocks that all begin with; `codes`: of a
+        cache that is quantized."""
         self.case, self.shapes, self.dtype = case, shapes, dtype
         self.seed = int.from_bytes(os.urandom(4), "little")
         self.scale = case.dim**-0.5
         fmt = KVFormat(dtype, case.block, case.kv_heads, case.dim)
         q, self.cache, self.meta = ragged_batch(shapes, case.heads, fmt, device, seed=self.seed)
+        self.quantized, self.codes = codes, None
+        if codes is not None:
+            self.cache *= torch.logspace(-1, 1, 2 * case.kv_heads, device=device).view(2, -1, 1, 1)
+            if codes.offset:
+                self.cache += 3 * torch.randn(case.dim, device=device).to(self.cache.dtype)
         if case.softcap is not None:
             q *= 8  # scores that the cap bends
         if shared:
             share_beginning(self.cache, self.meta, shared)
-        self.want = attention_float64(q, self.cache, self.meta, self.scale, case.window, case.softcap)
+        values = self.cache
+        if codes is not None:
+            scales = kv_scales(self.cache, codes.kind)
+            _, values = quantize_cache(self.cache, codes.kind, codes.offset, scales)
+            self.codes = KVCodes(codes.kind, case.block, case.dim, codes.offset, scales, codes.how)
+        self.want = attention_float64(q, values, self.meta, self.scale, case.window, case.softcap)
         if case.window is not None:
             forget_before_window(self.cache, self.meta, case.window)
+        if codes is not None:
+            self.cache, _ = quantize_cache(self.cache, codes.kind, codes.offset, scales)
         # As in an engine: a part of the rows of the QKV product, among rows that belong to nobody.
         wide = torch.full((len(q) + 2, case.heads + 2, case.dim), float("nan"), dtype=q.dtype, device=device)
         wide[:-2, : case.heads] = q
@@ -85,22 +128,30 @@ class Held:
 
     def check(self) -> None:
         """Right where there are rows, untouched elsewhere."""
-        bound = TOLERANCE[self.dtype]
+        bound = (TOLERANCE if self.codes is None else CODES_TOLERANCE)[self.dtype]
         if self.case.softcap is not None:
             bound = max(bound, CAPPED_TOLERANCE)
         got, rest = self.out[:-2].double(), self.out[-2:]
         error = float((got - self.want).norm() / self.want.norm())
-        assert error < bound, f"{self.case} {self.dtype} {self.shapes} seed {self.seed}: error {error:.1e}"
+        assert error < bound, (
+            f"{self.case} {self.dtype} {self.quantized} {self.shapes} seed {self.seed}: error {error:.1e}"
+        )
         assert bool(rest.isnan().all()), (
             f"{self.case} {self.dtype} {self.shapes}: rows of nobody were written"
         )
 
 
 def check_decode(
-    case: Case, dtype: str, shapes: list[tuple[int, int]], splits: int, device: str, shared: int = 0
+    case: Case,
+    dtype: str,
+    shapes: list[tuple[int, int]],
+    splits: int,
+    device: str,
+    shared: int = 0,
+    codes: Codes | None = None,
 ) -> None:
     """`paged_decode`, after `attend_shared` where blocks are shared; twice, since counters must be zero."""
-    held = Held(case, dtype, shapes, device, shared)
+    held = Held(case, dtype, shapes, device, shared, codes)
     n, rows = len(shapes), max(rows for rows, _ in shapes)
     group = case.heads // case.kv_heads
     sizes = attention.decode_workspace_sizes(n, case.kv_heads, group, case.dim, rows, splits)
@@ -110,7 +161,9 @@ def check_decode(
     if shared:
         count = held.meta.num_rows
         memory = attention.shared_memory(held.q.device)
-        tile = cascade.shared_config(count * group, group, case.dim, held.q.dtype, memory)
+        tile = cascade.shared_config(
+            count * group, group, case.dim, product_dtype(held.q, held.codes), memory
+        )
         pieces = cascade.shared_splits(
             count, case.kv_heads, group, case.dim, shared * case.block, multiprocessors(held.q.device), tile
         )
@@ -123,17 +176,19 @@ def check_decode(
         if begun is not None:
             cascade.attend_shared(
                 held.q, held.cache, held.meta.query_start, held.meta.block_table, n, begun, held.scale,
-                case.softcap,
+                case.softcap, held.codes,
             )  # fmt: skip
         attention.paged_decode(
-            *held.batch, 0, n, rows, splits, partials, counters, *held.how, shared=begun
+            *held.batch, 0, n, rows, splits, partials, counters, *held.how, shared=begun, codes=held.codes
         )  # fmt: skip
         held.check()
         assert counters.count_nonzero() == 0
 
 
-def check_prefill(case: Case, dtype: str, shapes: list[tuple[int, int]], device: str) -> None:
+def check_prefill(
+    case: Case, dtype: str, shapes: list[tuple[int, int]], device: str, codes: Codes | None = None
+) -> None:
     """`paged_prefill`."""
-    held = Held(case, dtype, shapes, device)
-    attention.paged_prefill(*held.batch, 0, len(shapes), held.meta.num_rows, *held.how)
+    held = Held(case, dtype, shapes, device, codes=codes)
+    attention.paged_prefill(*held.batch, 0, len(shapes), held.meta.num_rows, *held.how, codes=held.codes)
     held.check()

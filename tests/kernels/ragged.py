@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.kernels import reference_kv
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionMetadata
 
@@ -110,3 +111,41 @@ def attention_float64(
                 scores = softcap * (scores / softcap).tanh()
             out[row] = torch.einsum("hp,phd->hd", scores.softmax(-1), kv[:, 1])
     return out
+
+
+def kv_scales(cache: torch.Tensor, kind: str) -> torch.Tensor | None:
+    """Scales of an FP8 cache that holds the values of `cache`, where these are no NaN: the largest are a bit
+    out of range. None of other kinds."""
+    if kind == "int8":
+        return None
+    largest = cache.float().nan_to_num(nan=0.0).abs().amax((0, 3, 4))
+    return (largest / (1.05 * reference_kv.FP8_LARGEST[kind])).contiguous()
+
+
+def quantize_cache(
+    cache: torch.Tensor, kind: str, offset: bool = False, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache `[num_blocks, 2, kv_heads, block_size, head_dim]` quantized by the plain twins, and the values
+    that it then has (float32). What is NaN has codes 0x7f, and of INT8 scales and offsets of NaN."""
+    blocks, _, heads, size, dim = cache.shape
+    cache, nothing = cache.float(), cache.isnan()
+    if kind != "int8":
+        assert scale is not None
+        parts = [
+            reference_kv.quantize_fp8(cache[:, p].transpose(1, 2).flatten(0, 1), kind, scale[p])
+            .unflatten(0, (blocks, size))
+            .transpose(1, 2)
+            for p in (0, 1)
+        ]
+        codes = torch.stack(parts, 1).masked_fill(nothing, 0x7F)
+        values = [reference_kv.dequantize_fp8(codes[:, p], kind, scale[p]) for p in (0, 1)]
+        return codes, torch.stack(values, 1)
+    fmt = KVFormat(kind, size, heads, dim, offset=offset)
+    codes = torch.full((blocks, *fmt.layer_block_shape()), 0x7F, dtype=torch.uint8, device=cache.device)
+    codes[..., size * dim :].view(torch.float16).fill_(float("nan"))
+    slots = torch.arange(blocks * size, device=cache.device)
+    for part in (0, 1):
+        rows = cache[:, part].transpose(1, 2).flatten(0, 1)
+        there = ~rows.isnan().flatten(1).any(1)
+        reference_kv.write_int8(rows[there], codes, part, slots[there], size, offset)
+    return codes, reference_kv.dequantize_int8(codes, size, dim, offset)

@@ -103,9 +103,13 @@ def test_rows_come_back_as_they_went_in(dtype: torch.dtype) -> None:
 
 def test_rows_that_nothing_filled_are_zero() -> None:
     matrix = half.HalfMatrix(40, 8, torch.bfloat16)
-    matrix.fill(3, torch.ones(2, 8, dtype=torch.bfloat16))
+    matrix.data.fill_(255)  # NaN
+    ones = torch.ones(3, 8, dtype=torch.bfloat16)
+    for first, rows in ((3, 2), (10, 3), (5, 1), (0, 0)):
+        matrix.fill(first, ones[:rows])
+    matrix.finish()
     want = torch.zeros(40)
-    want[3:5] = 8
+    want[3:6] = want[10:13] = 8
     assert torch.equal(matrix.linear(torch.ones(1, 8), None)[0], want)
 
 

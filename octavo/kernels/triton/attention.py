@@ -24,7 +24,25 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_steps import combine_splits, kv_steps, merge_partials, split_chunk
+from octavo.kernels.triton.attention_steps import (
+    combine_splits,
+    kv_steps,
+    merge_partials,
+    split_chunk,
+    store_partial,
+)
+from octavo.kernels.triton.kv_codes import (
+    AS_IS,
+    KVCodes,
+    cache_words,
+    head_words,
+    load_queries,
+    product_dtype,
+    store_heads,
+    units,
+    view_cache,
+    words_of,
+)
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 LOG2E = 1.4426950408889634
@@ -34,15 +52,16 @@ LOG2E = 1.4426950408889634
 @triton.jit(do_not_specialize=["first_request", "splits", "table_row", "shared_rows", "shared_splits"])
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
-    shared_ptr, shared_partial_ptr,
+    shared_ptr, shared_partial_ptr, kv_scale_ptr,
     q_row, q_head, out_row, cache_block, first_request, splits, table_row, shared_rows, shared_splits,
     scale_log2, cap_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
     SHARED_TILE: tl.constexpr, SHARED_CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, request - first_request, split); SPLIT False promises that `splits` is 1.
@@ -55,8 +74,14 @@ def _paged_decode_kernel(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = MAX_ROWS * GROUP
-    wait_for_previous(OVERLAP)
+    WORDS: tl.constexpr = words_of(HEAD_DIM, KIND)
     kv_head = tl.program_id(0)
+    k_unit, v_unit = units(kv_scale_ptr, kv_head, KV_HEADS, KIND, HOW)  # which no kernel writes
+    if CAPPED:
+        cap_scale *= k_unit
+    else:
+        scale_log2 *= k_unit
+    wait_for_previous(OVERLAP)
     slot = tl.program_id(1)
     request = first_request + slot
     split = tl.program_id(2)
@@ -81,42 +106,51 @@ def _paged_decode_kernel(
     end = tl.minimum(begin + chunk, context)
 
     m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
     row = m // GROUP
     head = kv_head * GROUP + m % GROUP
-    mask = (m < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_tile = q_ptr + (first_row + row)[:, None] * q_row + head[:, None] * q_head + dims[None, :]
-    q = tl.load(q_tile, mask=mask, other=0.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    live = m < rows * GROUP
+    q, q_odd = load_queries(
+        q_ptr + (first_row + row) * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND
+    )  # fmt: skip
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if SHARED_TILE > 0:
         parts = tl.cdiv(low, split_chunk(low, shared_splits, SHARED_CHUNK, SHARED_TILE))
+        parts = tl.where(split == 0, parts, 0)
         every = shared_rows.to(tl.int64) * HEADS
         shared_max_ptr = shared_partial_ptr + shared_splits * every * HEAD_DIM
+        shared_sum_ptr = shared_max_ptr + shared_splits * every
         tile = tl.arange(0, BLOCK_T)
+        tile_live = tile < rows * GROUP
+        at_tile = (first_row + tile // GROUP) * HEADS + kv_head * GROUP + tile % GROUP
         begun, begun_max, begun_sum = merge_partials(
-            shared_partial_ptr, shared_max_ptr, shared_max_ptr + shared_splits * every,
-            (first_row + tile // GROUP) * HEADS + kv_head * GROUP + tile % GROUP, every,
-            tl.where(split == 0, parts, 0), tile < rows * GROUP,
-            HEAD_DIM, BLOCK_D, BLOCK_T, MAX_SPLITS, BLOCK_S,
+            shared_partial_ptr, shared_max_ptr, shared_sum_ptr, at_tile, every, parts, tile_live,
+            HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, MAX_SPLITS, BLOCK_S,
         )  # fmt: skip
         # Lanes beyond the tile repeat it: they are written nowhere.
         COPIES: tl.constexpr = BLOCK_M // BLOCK_T
-        acc = tl.broadcast_to(begun[None, :, :], [COPIES, BLOCK_T, BLOCK_D]).reshape(BLOCK_M, BLOCK_D)
+        acc = tl.broadcast_to(begun[None, :, :], [COPIES, BLOCK_T, BLOCK_W]).reshape(BLOCK_M, BLOCK_W)
         row_max = tl.broadcast_to(begun_max[None, :], [COPIES, BLOCK_T]).reshape(BLOCK_M)
         row_sum = tl.broadcast_to(begun_sum[None, :], [COPIES, BLOCK_T]).reshape(BLOCK_M)
-    acc, row_max, row_sum = kv_steps(
-        acc, row_max, row_sum, q, begin, end, context - rows + row,
-        table_ptr + request.to(tl.int64) * table_row, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
-        cache_block, scale_log2, cap_scale,
-        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM,
-        BLOCK_N, BLOCK_D, STAGES, PRECISION,
+        if KIND != AS_IS:
+            begun, _, _ = merge_partials(
+                shared_partial_ptr + WORDS, shared_max_ptr, shared_sum_ptr, at_tile, every, parts, tile_live,
+                HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, MAX_SPLITS, BLOCK_S,
+            )  # fmt: skip
+            acc_odd = tl.broadcast_to(begun[None, :, :], [COPIES, BLOCK_T, BLOCK_W]).reshape(BLOCK_M, BLOCK_W)
+    acc, acc_odd, row_max, row_sum = kv_steps(
+        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, context - rows + row,
+        table_ptr + request.to(tl.int64) * table_row,
+        cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND), cache_block,
+        scale_log2, cap_scale,
+        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS, BLOCK_N, BLOCK_W, STAGES, PRECISION, KIND, HOW,
     )  # fmt: skip
     if used == 1:
-        target = (first_row + row) * out_row + head * HEAD_DIM
-        result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)
+        factor = (v_unit / row_sum)[:, None]
+        target = out_ptr + (first_row + row) * out_row + head * HEAD_DIM
+        store_heads(target, acc * factor, acc_odd * factor, live, HEAD_DIM, BLOCK_W, KIND)
     else:
         if SPLIT:
             base = (slot * KV_HEADS + kv_head).to(tl.int64) * splits
@@ -125,8 +159,7 @@ def _paged_decode_kernel(
             at = (base + split) * TILE + m
             tl.store(max_ptr + at, row_max, mask=m < TILE)
             tl.store(sum_ptr + at, row_sum, mask=m < TILE)
-            part_mask = (m < TILE)[:, None] & (dims < HEAD_DIM)[None, :]
-            tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=part_mask)
+            store_partial(partial_ptr + at * HEAD_DIM, acc, acc_odd, m < TILE, HEAD_DIM, BLOCK_W, KIND)
             # All threads' stores come before the release by the one that counts.
             tl.debug_barrier()
             counter = counter_ptr + slot * KV_HEADS + kv_head
@@ -134,25 +167,31 @@ def _paged_decode_kernel(
             if arrived == used - 1:
                 combine_splits(
                     out_ptr, out_row, first_row, rows, kv_head, partial_ptr, max_ptr, sum_ptr, base, used,
-                    GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, MAX_SPLITS, BLOCK_S,
+                    v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, MAX_SPLITS, BLOCK_S, KIND != AS_IS,
                 )  # fmt: skip
                 tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["first_request", "num_requests", "table_row"])
 def _paged_prefill_kernel(
-    q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr,
+    q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, kv_scale_ptr,
     q_row, q_head, out_row, cache_block, first_request, num_requests, table_row, scale_log2, cap_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_W: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
+    HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile): a tile is BLOCK_M // GROUP rows of one request."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
-    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)
+    k_unit, v_unit = units(kv_scale_ptr, kv_head, KV_HEADS, KIND, HOW)  # which no kernel writes
+    if CAPPED:
+        cap_scale *= k_unit
+    else:
+        scale_log2 *= k_unit
+    wait_for_previous(OVERLAP)
     # Later rows have longer contexts: starting with them leaves short tiles to fill the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     # Request i begins at tile (rows before it) // TILE_ROWS + (requests before it): monotonic, and
@@ -173,39 +212,40 @@ def _paged_prefill_kernel(
     context = tl.load(seq_len_ptr + request)
 
     m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
     row = tile_row + m // GROUP
     head = kv_head * GROUP + m % GROUP
-    mask = ((m < TILE_ROWS * GROUP) & (row < rows))[:, None] & (dims < HEAD_DIM)[None, :]
+    live = (m < TILE_ROWS * GROUP) & (row < rows)
     at_row = start.to(tl.int64) + row
-    q_tile = q_ptr + at_row[:, None] * q_row + head[:, None] * q_head + dims[None, :]
-    q = tl.load(q_tile, mask=mask, other=0.0)
+    q, q_odd = load_queries(q_ptr + at_row * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND)
     first_pos = context - rows + tile_row
     end = tl.minimum(first_pos + TILE_ROWS, context)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_pos = context - rows + row
     table = table_ptr + request.to(tl.int64) * table_row
-    head_ptr = cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    V_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    head_ptr = cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
     else:
         # Positions that every row of the tile sees need no mask.
         begin = (first_pos + 1) // BLOCK_N * BLOCK_N
-        acc, row_max, row_sum = kv_steps(
-            acc, row_max, row_sum, q, 0, begin, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
-            WINDOW, CAPPED, False, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+        acc, acc_odd, row_max, row_sum = kv_steps(
+            acc, acc_odd, row_max, row_sum, q, q_odd, 0, begin, row_pos, table, head_ptr, cache_block,
+            scale_log2, cap_scale,
+            WINDOW, CAPPED, False, HEAD_DIM, BLOCK_SIZE, KV_HEADS, BLOCK_N, BLOCK_W, STAGES, PRECISION, KIND,
+            HOW,
         )  # fmt: skip
-    acc, row_max, row_sum = kv_steps(
-        acc, row_max, row_sum, q, begin, end, row_pos, table, head_ptr, cache_block, scale_log2, cap_scale,
-        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, V_OFFSET, BLOCK_N, BLOCK_D, STAGES, PRECISION,
+    acc, acc_odd, row_max, row_sum = kv_steps(
+        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, row_pos, table, head_ptr, cache_block,
+        scale_log2, cap_scale,
+        WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS, BLOCK_N, BLOCK_W, STAGES, PRECISION, KIND, HOW,
     )  # fmt: skip
-    result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    out_tile = out_ptr + at_row[:, None] * out_row + head[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_tile, result, mask=mask)
+    factor = (v_unit / row_sum)[:, None]
+    target = out_ptr + at_row * out_row + head * HEAD_DIM
+    store_heads(target, acc * factor, acc_odd * factor, live, HEAD_DIM, BLOCK_W, KIND)
 
 
 @dataclass(frozen=True)
@@ -246,6 +286,11 @@ def decode_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tile
     if head_dim > 128:
         return TileConfig(0, 32, 3, 4)
     return TileConfig(0, 128 if shared_memory >= 192 << 10 else 64, 3, 4)
+
+
+def quantized_decode_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
+    """As `decode_config`, over a quantized cache."""
+    return decode_config(head_dim, dtype, shared_memory)
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
@@ -351,8 +396,10 @@ def precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _decode_constants(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, window: int, capped: bool,
+    heads: int, kv_heads: int, head_dim: int, block_words: int, block_size: int, dtype: torch.dtype,
+    window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int, shared_tile: int, shared_chunk: int,
+    kind: int, how: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
     block_d = power_of_2(head_dim)
@@ -362,8 +409,9 @@ def _decode_constants(
     min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
         window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk,
-        max(16, block_t), cfg.block_n, block_d, block_t, block_s, cfg.stages, shared_tile, shared_chunk,
-        precision(dtype),
+        max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, shared_tile,
+        shared_chunk,
+        precision(dtype), kind, how,
     )  # fmt: skip
 
 
@@ -385,12 +433,14 @@ def paged_decode(
     softcap: float | None = None,
     config: TileConfig | None = None,
     shared: SharedPass | None = None,
+    codes: KVCodes | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
 
     Args:
         q: `[rows, heads, head_dim]`, contiguous in the last dimension.
-        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`, each block contiguous.
+        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]` of `q`'s dtype, each block contiguous; with
+            `codes` uint8, as `octavo.kernels.reference_kv` writes it.
         out: `[rows, heads, head_dim]`, contiguous in its last two dimensions; rows of requests
             with an empty context are left as they are.
         query_start, seq_lens, block_table: as in `AttentionMetadata` (int32).
@@ -402,20 +452,23 @@ def paged_decode(
         softcap: scaled scores become `softcap * tanh(scores / softcap)`; None: they stay.
         config: tile shape; None: the measured default.
         shared: go on from this pass over a shared beginning (without a window); None: there was none.
+        codes: what a quantized cache's numbers mean; None: it is not quantized.
     """
     heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or decode_config(head_dim, q.dtype, shared_memory(q.device))
+    view = view_cache(cache, codes, seq_lens)
+    kv_heads, dtype = view.kv_heads, product_dtype(q, codes)
+    choose = decode_config if codes is None else quantized_decode_config
+    cfg = config or choose(head_dim, dtype, shared_memory(q.device))
     constants = _decode_constants(
-        heads, kv_heads, head_dim, block_size, q.dtype, window or 0, softcap is not None,
+        heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, MIN_CHUNK,
-        shared.config.block_n if shared else 0, shared.min_chunk if shared else 0,
+        shared.config.block_n if shared else 0, shared.min_chunk if shared else 0, view.kind, view.how,
     )  # fmt: skip
     begun = (shared.length, shared.partials) if shared else (counters, partials)  # the latter are not read
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
-        (q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun),
-        (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
+        (q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun, view.scale),
+        (q.stride(0), q.stride(1), out.stride(0), view.block),
         (
             first_request,
             splits,
@@ -443,6 +496,7 @@ def paged_prefill(
     window: int | None = None,
     softcap: float | None = None,
     config: TileConfig | None = None,
+    codes: KVCodes | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), of any number of rows each.
 
@@ -450,19 +504,20 @@ def paged_prefill(
         max_rows: upper bound of the rows of these requests together; the rest as for `paged_decode`.
     """
     heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads, block_size = cache.shape[2], cache.shape[3]
-    cfg = config or prefill_config(head_dim, q.dtype, shared_memory(q.device))
+    view = view_cache(cache, codes, seq_lens)
+    kv_heads, dtype = view.kv_heads, product_dtype(q, codes)
+    cfg = config or prefill_config(head_dim, dtype, shared_memory(q.device))
     group = heads // kv_heads
     block_m = max(cfg.block_m, power_of_2(group))
     tiles = max_rows // (block_m // group) + (num_requests - first_request)
     _paged_prefill(
         (kv_heads, tiles, 1),
-        (q, cache, out, query_start, seq_lens, block_table),
-        (q.stride(0), q.stride(1), out.stride(0), cache.stride(0)),
+        (q, cache, out, query_start, seq_lens, block_table, view.scale),
+        (q.stride(0), q.stride(1), out.stride(0), view.block),
         (first_request, num_requests, block_table.stride(0), *score_scales(scale, softcap)),
         (
-            window or 0, softcap is not None, heads, kv_heads, head_dim, block_size, block_m, cfg.block_n,
-            power_of_2(head_dim), cfg.stages, precision(q.dtype),
+            window or 0, softcap is not None, heads, kv_heads, head_dim, view.block_size, block_m,
+            cfg.block_n, view.block_words, cfg.stages, precision(dtype), view.kind, view.how,
         ),
         cfg.warps,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """What the attention kernels are made of: steps of the online softmax, and the merging of partial results.
 
 A partial result is what a softmax over some of a row's positions came to, in float32: the weighted sum of
-the values (the accumulator), the largest exponent, and the sum of the weights. Exponents are in base 2.
+the values (the accumulator), the largest exponent, and the sum of the weights. Exponents are in base 2. In
+memory, an accumulator over a quantized cache has the even elements of a head before the odd ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,16 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.activation import tanh
+from octavo.kernels.triton.kv_codes import (
+    AS_IS,
+    INT8,
+    INT8_OFFSET,
+    VALUE_UNIT,
+    decode_pairs,
+    head_words,
+    load_stats,
+    words_of,
+)
 
 
 @triton.jit
@@ -21,10 +32,11 @@ def split_chunk(length, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def kv_steps(
-    acc, row_max, row_sum, q, begin, end, row_pos, table_ptr, head_ptr, cache_block, scale_log2, cap_scale,
+    acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, row_pos, table_ptr, head_ptr, cache_block,
+    scale_log2, cap_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, V_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One pass of online softmax over context positions `begin..end` (exclusive).
 
@@ -32,9 +44,18 @@ def kv_steps(
     replaced by `tanh(scores * cap_scale)`: see `attention.score_scales`.
     MASKED False promises that every row sees every position of the range and that its length is a
     multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
+
+    Of a quantized cache (KIND, HOW: see `kv_codes`) elements of a head come as even ones and as odd ones, in
+    BLOCK_W lanes each; the accumulators count in `units`, and the scales of the scores have K's. Else
+    `acc_odd` and `q_odd` are not used.
     """
     ALIGN: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 1
-    dims = tl.arange(0, BLOCK_D)
+    WORDS: tl.constexpr = words_of(HEAD_DIM, KIND)
+    V_OFFSET: tl.constexpr = KV_HEADS * head_words(BLOCK_SIZE, HEAD_DIM, KIND)
+    HAS_STATS: tl.constexpr = KIND == INT8 or KIND == INT8_OFFSET
+    words = tl.arange(0, BLOCK_W)
+    if KIND == INT8_OFFSET:
+        q_sum = tl.sum(q.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         pos = tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -42,15 +63,27 @@ def kv_steps(
         else:
             block = tl.load(table_ptr + pos // BLOCK_SIZE)
         # 64-bit: a cache of many gigabytes has more elements than an int32 can count.
-        rows = block.to(tl.int64) * cache_block + (pos % BLOCK_SIZE) * HEAD_DIM
-        k_ptr = head_ptr + rows[None, :] + dims[:, None]
-        v_ptr = head_ptr + V_OFFSET + rows[:, None] + dims[None, :]
-        if MASKED or HEAD_DIM < BLOCK_D:
-            live = dims < HEAD_DIM
-            k = tl.load(k_ptr, mask=(pos < end)[None, :] & live[:, None], other=0.0)
+        at = block.to(tl.int64) * cache_block
+        rows = at + (pos % BLOCK_SIZE) * WORDS
+        k_ptr = head_ptr + rows[None, :] + words[:, None]
+        v_ptr = head_ptr + V_OFFSET + rows[:, None] + words[None, :]
+        if MASKED or WORDS < BLOCK_W:
+            live = words < WORDS
+            k = tl.load(k_ptr, mask=(pos < end)[None, :] & live[:, None], other=0)
         else:
             k = tl.load(k_ptr)
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if KIND == AS_IS:
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        else:
+            k_even, k_odd = decode_pairs(k, KIND, HOW)
+            scores = tl.dot(q, k_even)
+            scores = tl.dot(q_odd, k_odd, scores)
+        if HAS_STATS:
+            place = pos % BLOCK_SIZE
+            stats_ptr = head_ptr + at + BLOCK_SIZE * WORDS
+            scores *= load_stats(stats_ptr, place, pos < end)[None, :]
+            if KIND == INT8_OFFSET:
+                scores += q_sum[:, None] * load_stats(stats_ptr + BLOCK_SIZE, place, pos < end)[None, :]
         if CAPPED:
             scores = tanh(scores * cap_scale)
         if MASKED:
@@ -67,24 +100,50 @@ def kv_steps(
         probs = tl.math.exp2(scores * scale_log2 - safe_max[:, None])
         shrink = tl.math.exp2(row_max - safe_max)
         row_sum = row_sum * shrink + tl.sum(probs, axis=1)
-        if MASKED or HEAD_DIM < BLOCK_D:
-            v = tl.load(v_ptr, mask=(pos < end)[:, None] & live[None, :], other=0.0)
+        if MASKED or WORDS < BLOCK_W:
+            v = tl.load(v_ptr, mask=(pos < end)[:, None] & live[None, :], other=0)
         else:
             v = tl.load(v_ptr)
         acc = acc * shrink[:, None]
-        acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        if KIND == AS_IS:
+            acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        else:
+            acc_odd = acc_odd * shrink[:, None]
+            if KIND == INT8_OFFSET:
+                v_offset = load_stats(stats_ptr + (V_OFFSET + BLOCK_SIZE), place, pos < end)
+                every = tl.sum(probs * (v_offset * (1 / VALUE_UNIT))[None, :], axis=1)[:, None]
+                acc += every
+                acc_odd += every
+            if HAS_STATS:
+                v_scale = load_stats(stats_ptr + V_OFFSET, place, pos < end)
+                probs = probs * (v_scale * (1 / VALUE_UNIT))[None, :]
+            v_even, v_odd = decode_pairs(v, KIND, HOW)
+            acc = tl.dot(probs.to(q.dtype), v_even, acc)
+            acc_odd = tl.dot(probs.to(q.dtype), v_odd, acc_odd)
         row_max = new_max
-    return acc, row_max, row_sum
+    return acc, acc_odd, row_max, row_sum
+
+
+@triton.jit
+def store_partial(ptr, acc, acc_odd, live, HEAD_DIM: tl.constexpr, BLOCK_W: tl.constexpr, KIND: tl.constexpr):
+    """Stores accumulators at `ptr` `[lanes]`, each in HEAD_DIM consecutive places."""
+    WORDS: tl.constexpr = words_of(HEAD_DIM, KIND)
+    words = tl.arange(0, BLOCK_W)
+    mask = live[:, None] & (words < WORDS)[None, :]
+    tl.store(ptr[:, None] + words[None, :], acc, mask=mask)
+    if KIND != AS_IS:
+        tl.store(ptr[:, None] + words[None, :] + WORDS, acc_odd, mask=mask)
 
 
 @triton.jit
 def merge_partials(
     acc_ptr, max_ptr, sum_ptr, first, step, count, live,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
     MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One partial result of each lane's `count` (at most MAX_SPLITS), added up in order: lane t's are
-    `first[t] + i * step`. Lanes that are not `live` get that of no positions: 0, minus infinity, 0.
+    `first[t] + i * step`, of which DIMS elements of HEAD_DIM are taken. Lanes that are not `live` get that of
+    no positions: 0, minus infinity, 0.
     """
     # They were written by other multiprocessors: read them past the L1 (".cg").
     dims = tl.arange(0, BLOCK_D)
@@ -105,7 +164,7 @@ def merge_partials(
         part_sum = tl.load(sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
         part = tl.load(
             acc_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+            mask=mask[:, :, None] & (dims < DIMS)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         weight = tl.math.exp2(part_max - top[None, :])
         acc += tl.sum(part * weight[:, :, None], axis=0)
@@ -115,18 +174,24 @@ def merge_partials(
 
 @triton.jit
 def combine_splits(
-    out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits,
+    out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits, v_unit,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    EVEN_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the `splits` partial results of one (request, KV head) come to."""
+    """Writes what the `splits` partial results of one (request, KV head) come to, times `v_unit`.
+
+    EVEN_FIRST: they have the even elements of a head before the odd ones.
+    """
     tile = tl.arange(0, BLOCK_T)
     dims = tl.arange(0, BLOCK_D)
     total, _, weight_sum = merge_partials(
         acc_ptr, max_ptr, sum_ptr, base * TILE + tile, TILE, splits, tile < TILE,
-        HEAD_DIM, BLOCK_D, BLOCK_T, MAX_SPLITS, BLOCK_S,
+        HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_T, MAX_SPLITS, BLOCK_S,
     )  # fmt: skip
     target = (first_row + tile // GROUP) * out_row + (kv_head * GROUP + tile % GROUP) * HEAD_DIM
     mask = (tile < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+    result = (total * (v_unit / weight_sum)[:, None]).to(out_ptr.dtype.element_ty)
+    if EVEN_FIRST:
+        dims = dims % (HEAD_DIM // 2) * 2 + dims // (HEAD_DIM // 2)
     tl.store(out_ptr + target[:, None] + dims[None, :], result, mask=mask)

@@ -16,7 +16,16 @@ import triton.language as tl
 
 from octavo.kernels.triton import attention
 from octavo.kernels.triton.attention import SharedPass, TileConfig
-from octavo.kernels.triton.attention_steps import kv_steps, split_chunk
+from octavo.kernels.triton.attention_steps import kv_steps, split_chunk, store_partial
+from octavo.kernels.triton.kv_codes import (
+    KVCodes,
+    cache_words,
+    head_words,
+    load_queries,
+    product_dtype,
+    units,
+    view_cache,
+)
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 # Positions of the shortest split. A program writes `block_m` lanes of float32, which are read again: for 64
@@ -26,18 +35,24 @@ MIN_CHUNK = 256
 
 @triton.jit(do_not_specialize=["num_requests", "max_rows", "splits"])
 def _attend_shared_kernel(
-    q_ptr, cache_ptr, partial_ptr, query_start_ptr, shared_ptr, table_ptr,
+    q_ptr, cache_ptr, partial_ptr, query_start_ptr, shared_ptr, table_ptr, kv_scale_ptr,
     q_row, q_head, cache_block, num_requests, max_rows, splits, scale_log2, cap_scale,
     CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_W: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
+    HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile, split): a tile is BLOCK_M // GROUP rows of the step."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
-    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)
+    k_unit, _ = units(kv_scale_ptr, kv_head, KV_HEADS, KIND, HOW)  # which no kernel writes
+    if CAPPED:
+        cap_scale *= k_unit
+    else:
+        scale_log2 *= k_unit
+    wait_for_previous(OVERLAP)
     first_row = tl.program_id(1) * TILE_ROWS
     split = tl.program_id(2)
     rows = tl.load(query_start_ptr + num_requests)
@@ -50,25 +65,24 @@ def _attend_shared_kernel(
     end = tl.minimum(begin + chunk, shared)
 
     m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
     row = (first_row + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     live = (m < TILE_ROWS * GROUP) & (row < rows)
-    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + dims[None, :], mask=mask, other=0.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q, q_odd = load_queries(q_ptr + row * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND)
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = kv_steps(
-        acc, row_max, row_sum, q, begin, end, row, table_ptr, cache_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM),
-        cache_block, scale_log2, cap_scale,
-        0, CAPPED, False, HEAD_DIM, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_N, BLOCK_D, STAGES,
-        PRECISION,
+    acc, acc_odd, row_max, row_sum = kv_steps(
+        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, row, table_ptr,
+        cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND), cache_block,
+        scale_log2, cap_scale,
+        0, CAPPED, False, HEAD_DIM, BLOCK_SIZE, KV_HEADS, BLOCK_N, BLOCK_W, STAGES, PRECISION, KIND, HOW,
     )  # fmt: skip
     every = max_rows.to(tl.int64) * HEADS
     at = split * every + row * HEADS + head
     max_ptr = partial_ptr + splits * every * HEAD_DIM
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+    store_partial(partial_ptr + at * HEAD_DIM, acc, acc_odd, live, HEAD_DIM, BLOCK_W, KIND)
     tl.store(max_ptr + at, row_max, mask=live)
     tl.store(max_ptr + splits * every + at, row_sum, mask=live)
 
@@ -117,29 +131,31 @@ def attend_shared(
     shared: SharedPass,
     scale: float,
     softcap: float | None = None,
+    codes: KVCodes | None = None,
 ) -> None:
     """Partial results of all rows over the shared positions, into `shared.partials`.
 
     Args:
         q: `[rows, heads, head_dim]`, contiguous in the last dimension; rows from `query_start[num_requests]`
             on belong to nobody.
-        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`, each block contiguous.
+        cache, codes: as for `attention.paged_decode`, which must get the same.
         query_start, block_table: as in `AttentionMetadata` (int32); the first request's table names the
             shared blocks.
         shared: where to begin, how to split; its partial results are written.
         scale, softcap: as for `attention.paged_decode`.
     """
     heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads, block_size = cache.shape[2], cache.shape[3]
+    view = view_cache(cache, codes, query_start)
+    kv_heads, dtype = view.kv_heads, product_dtype(q, codes)
     cfg = shared.config
     _attend_shared(
         (kv_heads, ceil_div(shared.rows, cfg.block_m // (heads // kv_heads)), shared.splits),
-        (q, cache, shared.partials, query_start, shared.length, block_table),
-        (q.stride(0), q.stride(1), cache.stride(0)),
+        (q, cache, shared.partials, query_start, shared.length, block_table, view.scale),
+        (q.stride(0), q.stride(1), view.block),
         (num_requests, shared.rows, shared.splits, *attention.score_scales(scale, softcap)),
         (
-            softcap is not None, heads, kv_heads, head_dim, block_size, shared.min_chunk, cfg.block_m,
-            cfg.block_n, power_of_2(head_dim), cfg.stages, attention.precision(q.dtype),
+            softcap is not None, heads, kv_heads, head_dim, view.block_size, shared.min_chunk, cfg.block_m,
+            cfg.block_n, view.block_words, cfg.stages, attention.precision(dtype), view.kind, view.how,
         ),
         cfg.warps,
     )  # fmt: skip

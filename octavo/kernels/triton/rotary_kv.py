@@ -6,14 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.kv_codes import AS_IS, KVCodes, view_cache
+from octavo.kernels.triton.kv_encode import (
+    encode,
+    head_bytes,
+    head_scales,
+    store_row,
+    store_scales,
+    value_range,
+)
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 
 @triton.jit
 def _write_kv_kernel(
-    k_ptr, v_ptr, cache_ptr, slot_ptr, k_row, k_head, v_row, v_head, cache_block,
+    k_ptr, v_ptr, cache_ptr, slot_ptr, kv_scale_ptr, k_row, k_head, v_row, v_head, cache_block,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -22,13 +31,25 @@ def _write_kv_kernel(
     slot = tl.load(slot_ptr + row)
     if slot < 0:
         return
-    mask = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    cache_row = cache_ptr + (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * HEAD_DIM
-    target = cache_row + heads[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+    live = heads < HEADS
+    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     k = tl.load(k_ptr + row * k_row + heads[:, None] * k_head + dims[None, :], mask=mask)
     v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
-    tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + HEADS * BLOCK_SIZE * HEAD_DIM, v.to(cache_ptr.dtype.element_ty), mask=mask)
+    PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
+    piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
+    place = slot % BLOCK_SIZE
+    if KIND == AS_IS:
+        target = piece[:, None] + place * HEAD_DIM + dims[None, :]
+        tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + HEADS * PIECE, v.to(cache_ptr.dtype.element_ty), mask=mask)
+    else:
+        store_row(
+            piece, place, kv_scale_ptr, heads, k, mask, live, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND
+        )  # fmt: skip
+        store_row(
+            piece + HEADS * PIECE, place, kv_scale_ptr + HEADS, heads, v, mask, live,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -81,10 +102,12 @@ def _rotate_heads(
 @triton.jit
 def _rotary_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_sin_ptr, position_ptr, slot_ptr, cache_ptr, q_weight_ptr, k_weight_ptr,
+    kv_scale_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, cache_block, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, BY_ROW: tl.constexpr,
+    KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, g): the g-th group of BLOCK_H heads; query groups come first, then KV groups."""
@@ -110,19 +133,39 @@ def _rotary_write_kernel(
         if HAS_CACHE:
             slot = tl.load(slot_ptr + row)
             live = live & (slot >= 0)
-            dtype: tl.constexpr = cache_ptr.dtype.element_ty
-            cache_row = cache_ptr + (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * HEAD_DIM
-            head_ptr = cache_row + heads[:, None] * (BLOCK_SIZE * HEAD_DIM)
+            PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
+            piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
+            place = slot % BLOCK_SIZE
+            head_ptr = piece[:, None] + place * HEAD_DIM
             half = tl.arange(0, BLOCK_HALF)[None, :]
-            mask = live[:, None] & (half < HALF)
-            tl.store(head_ptr + half, low.to(dtype), mask=mask)
-            tl.store(head_ptr + HALF + half, high.to(dtype), mask=mask)
             rest_dims = ROT_DIM + tl.arange(0, BLOCK_REST)[None, :]
-            tl.store(head_ptr + rest_dims, rest.to(dtype), mask=live[:, None] & (rest_dims < HEAD_DIM))
             dims = tl.arange(0, BLOCK_D)[None, :]
+            half_mask = live[:, None] & (half < HALF)
+            rest_mask = live[:, None] & (rest_dims < HEAD_DIM)
             mask = live[:, None] & (dims < HEAD_DIM)
             v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims, mask=mask)
-            tl.store(head_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM + dims, v.to(dtype), mask=mask)
+            if KIND == AS_IS:
+                dtype: tl.constexpr = cache_ptr.dtype.element_ty
+                tl.store(head_ptr + half, low.to(dtype), mask=half_mask)
+                tl.store(head_ptr + HALF + half, high.to(dtype), mask=half_mask)
+                tl.store(head_ptr + rest_dims, rest.to(dtype), mask=rest_mask)
+                tl.store(head_ptr + KV_HEADS * PIECE + dims, v.to(dtype), mask=mask)
+            else:
+                low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+                top, bottom = value_range(low, half_mask)
+                high_top, high_bottom = value_range(high, half_mask)
+                rest_top, rest_bottom = value_range(rest, rest_mask)
+                top = tl.maximum(tl.maximum(top, high_top), rest_top)
+                bottom = tl.minimum(tl.minimum(bottom, high_bottom), rest_bottom)
+                scale, shift = head_scales(kv_scale_ptr, heads, live, top, bottom, KIND)
+                tl.store(head_ptr + half, encode(low, scale, shift, KIND), mask=half_mask)
+                tl.store(head_ptr + HALF + half, encode(high, scale, shift, KIND), mask=half_mask)
+                tl.store(head_ptr + rest_dims, encode(rest, scale, shift, KIND), mask=rest_mask)
+                store_scales(piece, place, scale, shift, live, BLOCK_SIZE, HEAD_DIM, KIND)
+                store_row(
+                    piece + KV_HEADS * PIECE, place, kv_scale_ptr + KV_HEADS, heads, v, mask, live,
+                    BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND,
+                )  # fmt: skip
 
 
 _write_kv = Launcher(_write_kv_kernel, overlap=True)
@@ -134,25 +177,34 @@ def _heads_block(heads: int, block_d: int) -> int:
     return max(1, min(power_of_2(heads), 1024 // block_d))
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    codes: KVCodes | None = None,
+) -> None:
     """Stores rows of keys and values at their slots.
 
     Args:
         k, v: `[rows, kv_heads, head_dim]`, contiguous in the last dimension.
-        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`; each block contiguous.
+        cache: `[num_blocks, 2, kv_heads, block_size, head_dim]`; each block contiguous; with `codes` uint8,
+            as `octavo.kernels.reference_kv` writes it.
         slot_mapping: int64 `[rows]`, `block_id * block_size + offset`; negative rows are dropped.
+        codes: how numbers are stored; None: as the cache's dtype.
     """
     rows, heads, head_dim = k.shape
     if rows == 0:
         return
     block_d = power_of_2(head_dim)
     block_h = _heads_block(heads, block_d)
+    view = view_cache(cache, codes, slot_mapping)
     _write_kv(
         (rows, ceil_div(heads, block_h), 1),
-        (k, v, cache, slot_mapping),
+        (k, v, cache, slot_mapping, view.scale),
         (k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0)),
         (),
-        (heads, head_dim, cache.shape[3], block_h, block_d),
+        (heads, head_dim, view.block_size, block_h, block_d, view.kind),
         4,
     )
 
@@ -168,6 +220,7 @@ def rotary_and_write_kv(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    codes: KVCodes | None = None,
 ) -> None:
     """Rotates `q` and `k` in place (neox pairing: dimension i with i + rot_dim/2), then stores K and V.
 
@@ -180,7 +233,7 @@ def rotary_and_write_kv(
         cos_sin: float32 `[max_position, rot_dim]`, cosines in the first half and sines in the second;
             dimensions past `rot_dim` are not rotated.
         positions: int64 `[rows]`; None: `cos_sin` is `[rows, rot_dim]`, each row's own.
-        cache, slot_mapping: as for `write_kv`.
+        cache, slot_mapping, codes: as for `write_kv`.
         q_weight, k_weight: `[head_dim]` each, of `q`'s dtype or float32, or both None.
         eps: of the norms.
     """
@@ -195,11 +248,13 @@ def rotary_and_write_kv(
     into = k if cache is None else cache
     at = cos_sin if positions is None else positions
     slots = at if slot_mapping is None else slot_mapping
+    view = None if cache is None else view_cache(cache, codes, slots)
     _rotary_write(
         (rows, ceil_div(heads, block_h) + ceil_div(kv_heads, block_h), 1),
         (
             q, k, v, cos_sin, at, slots, into,
             q if q_weight is None else q_weight, k if k_weight is None else k_weight,
+            slots if view is None else view.scale,
         ),
         (
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -207,9 +262,9 @@ def rotary_and_write_kv(
         ),
         (eps,),
         (
-            heads, kv_heads, head_dim, rot_dim, into.shape[3] if has_cache else 1, block_h,
+            heads, kv_heads, head_dim, rot_dim, view.block_size if view else 1, block_h,
             power_of_2(rot_dim // 2), power_of_2(head_dim - rot_dim), block_d, has_norm, has_cache,
-            positions is None,
+            positions is None, view.kind if view else AS_IS.value,
         ),
         4,
     )  # fmt: skip
