@@ -83,6 +83,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         if matrix is None:
             weight.zero_()
             return
+        matrix.finish()
         for ids in torch.arange(rows).split(max(1, _STEP // columns)):
             weight[ids[0] : ids[-1] + 1].copy_(matrix.look_up(ids))
         layer.half_matrix = None  # type: ignore[assignment]
@@ -96,6 +97,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
     def finish_embedding(self, layer: nn.Module) -> None:
         matrix = _half(layer)
         if matrix is not None:
+            matrix.finish()
             layer.register_buffer("panels", matrix.data.view(matrix.dtype), persistent=False)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -131,7 +133,11 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         ours, theirs = _half(layer), _half(source)
         if ours is None and theirs is None:
             return super().same(layer, source)
-        return ours is not None and theirs is not None and ours.equals(theirs)
+        if ours is None or theirs is None:
+            return False
+        ours.finish()
+        theirs.finish()
+        return ours.equals(theirs)
 
 
 def _all_half(parts: Sequence[StoredRows], dtype: torch.dtype) -> bool:

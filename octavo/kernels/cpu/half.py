@@ -57,7 +57,7 @@ def matrix_bytes(rows: int, columns: int) -> int:
 class HalfMatrix:
     """A matrix `[rows, columns]` of bfloat16 or float16 in the layout of the kernels, 2 bytes a number.
 
-    Rows are zero until `fill` brings them. The last panel's unused rows are zero.
+    `fill` brings its rows, each once, then `finish` makes those that didn't come zero.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype):
@@ -67,11 +67,14 @@ class HalfMatrix:
         self.rows, self.columns, self.dtype = rows, columns, dtype
         #: uint8: the memory that holds it
         self.data, self._chunk = _arena.take(matrix_bytes(rows, columns))
-        # Not by PyTorch: a chunk that was made in inference mode can't be written outside it.
-        ctypes.memset(self.data.data_ptr(), 0, self.data.nbytes)
         self._matrix = _Matrix(self.data.data_ptr(), rows, columns, int(dtype is torch.float16))
         self._address = ctypes.addressof(self._matrix)
         self._linear, self._rows = lib.octavo_half_linear, lib.octavo_half_rows
+        self._missing = [(0, rows)]  # ranges of rows
+        # The last panel's rows beyond the matrix are zero, so that equal matrices are equal bytes. (Not by
+        # PyTorch: memory that was taken in inference mode it won't write outside that.)
+        last = panel() * columns * 2
+        ctypes.memset(self.data.data_ptr() + self.data.nbytes - last, 0, last)
 
     def fill(self, first: int, piece: torch.Tensor) -> None:
         """Rows from `first` on: `[any, columns]` of the matrix's dtype, on the CPU; copied."""
@@ -83,7 +86,15 @@ class HalfMatrix:
             )
         if piece.stride(1) != 1:
             piece = piece.contiguous()
+        end = first + piece.shape[0]
+        cut = [((a, min(b, first)), (max(a, end), b)) for a, b in self._missing]
+        self._missing = [(a, b) for pair in cut for a, b in pair if a < b]
         _functions().octavo_half_pack(self._address, piece.data_ptr(), piece.shape[0], piece.stride(0), first)
+
+    def finish(self) -> None:
+        """Make the rows zero that `fill` brought nothing for."""
+        for first, end in self._missing:
+            self.fill(first, torch.zeros(end - first, self.columns, dtype=self.dtype))
 
     @property
     def gates(self) -> bool:
