@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.engine.forecast import Forecast
 from octavo.engine.loading import LoadingRequests
+from octavo.engine.outlook import Outlook
 from octavo.engine.request import Request, extras_of
 from octavo.engine.results import take_in
 from octavo.engine.slots import Slots
@@ -80,12 +80,14 @@ class Scheduler:
         self.kv = kv
         self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
         self._loading = LoadingRequests()
-        self._forecast = Forecast(kv.groups)
+        self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = WaitingQueue()
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step = 0
         self._turns = 0
+        # The first waiting request that found no room, requests that had left and blocks that were free then.
+        self._refused = ((0, -1), 0, 0)
         self._paused = False  # a request waits for blocks that copies under way hold
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
         # New requests leave a little room, so that running ones need not be preempted at once.
@@ -276,8 +278,11 @@ class Scheduler:
         admitted: list[tuple[Admission, int]] = []
         most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
         size = self.kv.block_size
+        self._outlook.begin()
         while budget > 0 and self._slots.num_free > self._loading.num_live and len(self._waiting):
             request = self._waiting.peek()
+            if self._still_refused(request):
+                break
             known = len(request.token_ids)
             alone = not (len(self._slots.running) or self._loading.num_live)
             if request.wants_prompt_logprobs:
@@ -294,7 +299,9 @@ class Scheduler:
             while count and self.kv.missing_at_most(prefix, known, count) > free:
                 count //= 2  # windows need less room in smaller steps
             if not count or not (alone or self._foresees_room(request, prefix, count)):
+                self._refused = (request.order, self._slots.num_left, self.kv.pool.num_free)
                 break
+            self._outlook.add(request)
             self.kv.adopt(request.seq, prefix)
             self.kv.grow(request.seq, cached + count, known)
             if request.seq.waiter:
@@ -343,21 +350,20 @@ class Scheduler:
         self._slots.register(np.array([admission.slot]), np.array([cached + count]), self._step)
         return admission, count
 
+    def _still_refused(self, request: Request) -> bool:
+        """Whether a request found no room before, and nothing has made any since."""
+        order, num_left, num_free = self._refused
+        return (
+            request.order == order and self._slots.num_left == num_left and self.kv.pool.num_free <= num_free
+        )
+
     def _foresees_room(self, request: Request, prefix: Prefix, count: int) -> bool:
         """Whether the blocks of all running requests and this one will fit until they end, as expected."""
         if not self.limits.look_ahead:
             return True
-        run = self._slots.running
-        new = [*self._loading.live(), request]
-        prompts = np.concatenate([self._slots.prompt_len[run], [r.prompt_len for r in new]])
-        tokens = np.concatenate([self._slots.num_tokens[run], [len(r.token_ids) for r in new]])
-        limits = np.concatenate([self._slots.max_total[run], [r.max_total for r in new]]) - prompts
-        certain = np.concatenate([self._slots.ends_at_limit[run], [r.ends_at_limit for r in new]])
-        remaining = self._forecast.remaining(tokens - prompts, limits, certain)
-        pool = self.kv.pool
-        taken = pool.num_free - self.kv.num_free_after(prefix)
+        taken = self.kv.pool.num_free - self.kv.num_free_after(prefix)
         taken += self.kv.missing_at_most(prefix, len(request.token_ids), count)
-        return self._forecast.peak(self._num_used() + taken, tokens, remaining) <= pool.num_blocks
+        return self._outlook.fits(request, self._num_used() + taken)
 
     def _num_used(self) -> int:
         """Blocks that requests hold."""
@@ -530,6 +536,7 @@ class Scheduler:
     def _count_preemption(self, request: Request) -> None:
         request.metrics.num_preemptions += 1
         self.stats.num_preemptions += 1
+        self._outlook.forecast.preempted()
 
     def _finish(
         self, request: Request, reason: str, stop_reason: int | None = None, error: str | None = None
@@ -546,8 +553,9 @@ class Scheduler:
         else:
             self.kv.end(request.seq)
         used = len(request.token_ids) - request.prompt_len
-        if used > 0 and not request.ends_at_limit:
-            self._forecast.observe(used, request.max_total - request.prompt_len)
+        if used > 0:
+            limit = request.max_total - request.prompt_len
+            self._outlook.forecast.ended(used, limit, request.ends_at_limit)
         del self._requests[request.core.request_id]
         now = time.time()
         request.metrics.last_token_time = request.metrics.finished_time = now

@@ -29,6 +29,7 @@ class Slots:
         epoch: grows when a slot changes hands.
         running: the slots in use, in the requests' order (int64); `orders` are these.
         stop_uses: by token, requests in slots that it ends.
+        num_left: requests that have left a slot since the start.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, kv: KVManager):
@@ -52,6 +53,7 @@ class Slots:
         self.shared = SharedPrefix(num_slots, kv.full_groups)
         self.news = News(num_slots)
         self.requests: list[Request | None] = [None] * num_slots
+        self.num_left = 0
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -114,6 +116,7 @@ class Slots:
         self.shared.leave(slot)
         self.requests[slot] = None
         self._free.append(slot)
+        self.num_left += 1
         for token in request.stop_ids:
             self.stop_uses[token] -= 1
         place = bisect.bisect_left(self.orders, request.order)
