@@ -53,6 +53,7 @@ def advise(
     """
     found: list[Advice] = []
     together: dict[str, Any] = {}
+    ranks: list[dict[str, Any]] = []
     combined: Advice | None = None
     for changes, cost in _candidates(planner, plan, config):
         advice = _try(planner, plan, config, changes, cost, request_len)
@@ -60,10 +61,15 @@ def advise(
             continue
         found.append(advice)
         if "tensor_parallel_size" in changes:
-            continue  # by itself or not at all
+            ranks.append(changes)
+            continue  # beside the others only if nothing else does
         together = {**changes, **together}
         if plan.problem is not None and combined is None and len(together) > len(changes):
             both = _try(planner, plan, config, together, "all of these", request_len)
+            combined = both if both is not None and both.fits else None
+    for changes in ranks if plan.problem is not None and not any(a.fits for a in found) else ():
+        if combined is None and together:
+            both = _try(planner, plan, config, {**together, **changes}, "all of these", request_len)
             combined = both if both is not None and both.fits else None
     good = [advice for advice in found if advice.fits] if plan.problem is not None else []
     rest = sorted((a for a in found if a not in good), key=_room, reverse=True)
