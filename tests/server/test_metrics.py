@@ -85,3 +85,31 @@ def test_histogram_buckets_are_cumulative() -> None:
         "+Inf": 4,
     }
     assert [s.value for s in family.samples if s.name.endswith("_sum")] == [12.0]
+
+
+def test_memory_and_the_cache_s_times_are_told() -> None:
+    import types
+
+    from octavo.kv.residency import BOUNDS
+    from octavo.messages import CoreStats, TimeHistogram
+    from octavo.server.metrics import Metrics
+
+    stats = CoreStats(
+        graph_bytes=30,
+        prefix_cache_evictions=4,
+        host_bytes_out=1000,
+        host_cache_hits=64,
+        block_idle=TimeHistogram([0, 2, *[0] * (len(BOUNDS) - 1)], 0.003),
+    )
+    memory = {"total": 100, "weights": 60, "free": 40}
+    text = Metrics(lambda: stats, "m", 128, types.MappingProxyType(memory)).render().decode()
+    told = {s.labels.get("kind"): s.value for f in text_string_to_metric_families(text) for s in f.samples
+            if s.name == "octavo:memory_bytes"}  # fmt: skip
+    # Recorded steps take their memory from what was free.
+    assert told == {"total": 100, "weights": 60, "free": 10, "graphs": 30}
+    found = samples(text)
+    assert found["octavo:prefix_cache_evictions_total"] == 4
+    assert found["octavo:kv_bytes_to_host_total"] == 1000
+    assert found["vllm:external_prefix_cache_hits_total"] == 64
+    assert found["vllm:kv_block_idle_before_evict_seconds_count"] == 2
+    assert found["vllm:kv_block_lifetime_seconds_count"] == 0
