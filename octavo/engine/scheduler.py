@@ -496,7 +496,8 @@ class Scheduler:
         outputs = take_in(self._slots, plan, step.epochs, result, self.stats, self._finish)
         if self.kv.hasher is not None:
             left = plan.slots[self._slots.epoch[plan.slots] == step.epochs]
-            self._slots.register(left, self._slots.num_computed[left], plan.step_id)
+            # Rows of a step that is in flight yet may be among those computed.
+            self._slots.register(left, self._slots.num_computed[left], self._step - 1)
         self.kv.complete(plan.step_id)
         return outputs
 
