@@ -32,6 +32,8 @@ from octavo.kernels.triton import (
     cascade,
     invariant_attention,
     invariant_linear,
+    kv_codes,
+    kv_encode,
     latent,
     linear,
     logprobs,
@@ -40,6 +42,7 @@ from octavo.kernels.triton import (
     sampling,
     skinny_linear,
 )
+from octavo.kv.format import KVFormat
 
 # Shared memory of a multiprocessor by compute capability: it decides between tiles.
 _SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
@@ -66,6 +69,13 @@ def _report(compiled: Any) -> str:
     )
 
 
+def _quantized(fmt: KVFormat, how: int) -> tuple[torch.Tensor, kv_codes.KVCodes]:
+    """A cache of 8 bits and what its kernels must know."""
+    cache = torch.empty(2, *fmt.layer_block_shape(), dtype=torch.uint8)
+    scale = None if fmt.dtype == "int8" else torch.empty(2, fmt.num_kv_heads)
+    return cache, kv_codes.KVCodes(fmt.dtype, fmt.block_size, fmt.head_dim, fmt.offset, scale, how)
+
+
 def _attention_case(
     kind: str,
     dtype: torch.dtype,
@@ -76,12 +86,19 @@ def _attention_case(
     window: int | None,
     rows: int,
     softcap: float | None = None,
+    fmt: KVFormat | None = None,
+    how: int = kv_codes.NATIVE.value,
 ) -> Callable[[], None]:
+    """Attention over a cache of `dtype`, or over one of 8 bits as `fmt` says; `how` it decodes."""
+
     def call() -> None:
         requests = 32
         q = torch.empty(requests * rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
         q = q[:, : heads * dim].view(-1, heads, dim)
-        cache = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype)
+        cache, codes = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype), None
+        if fmt is not None:
+            cache, codes = _quantized(fmt, how)
+        product = kv_codes.product_dtype(q, codes)
         table = torch.zeros(requests, 64, dtype=torch.int32)
         starts, lens = torch.zeros(requests + 1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
         out = torch.empty(q.shape, dtype=dtype)
@@ -89,20 +106,40 @@ def _attention_case(
             shared = None
             if kind == "cascade":
                 smem = attention.shared_memory(q.device)
-                tile = cascade.shared_config(len(q) * heads // kv_heads, heads // kv_heads, dim, dtype, smem)
+                tile = cascade.shared_config(
+                    len(q) * heads // kv_heads, heads // kv_heads, dim, product, smem
+                )
                 length = torch.zeros(1, dtype=torch.int32)
                 shared = attention.SharedPass(length, len(q), 4, torch.empty(1024), tile, cascade.MIN_CHUNK)
-                cascade.attend_shared(q, cache, starts, table, requests, shared, 0.1, softcap)
+                cascade.attend_shared(q, cache, starts, table, requests, shared, 0.1, softcap, codes)
             for splits in (1, 4):
                 attention.paged_decode(
                     q, cache, out, starts, lens, table, 0, requests, rows, splits,
                     torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window, softcap,
-                    shared=shared,
+                    shared=shared, codes=codes,
                 )  # fmt: skip
         else:
             attention.paged_prefill(
-                q, cache, out, starts, lens, table, 3, requests, len(q), 0.1, window, softcap
+                q, cache, out, starts, lens, table, 3, requests, len(q), 0.1, window, softcap, codes=codes
             )
+
+    return call
+
+
+def _write_case(heads: int, kv_heads: int, dim: int, fmt: KVFormat, how: int) -> Callable[[], None]:
+    """Rows into a cache of 8 bits, and its values back."""
+
+    def call() -> None:
+        cache, codes = _quantized(fmt, how)
+        qkv = torch.empty(4, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        slots, weight = torch.zeros(4, dtype=torch.int64), torch.empty(dim, dtype=torch.bfloat16)
+        for w in (None, weight):
+            rotary_kv.rotary_and_write_kv(
+                q, k, v, torch.empty(64, dim), slots, cache, slots, w, w, codes=codes
+            )
+        rotary_kv.write_kv(k, v, cache, slots, codes)
+        kv_encode.gather_kv(cache, codes, torch.zeros(4, dtype=torch.int32), 50, torch.bfloat16)
 
     return call
 
@@ -249,6 +286,22 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         found.append((f"rotary_and_write_kv {heads}/{kv_heads}x{dim} rot {rot} norm {norm_dtype}", rotate))
         write = functools.partial(rotary_kv.write_kv, k, v, cache, slots)
         found.append((f"write_kv {kv_heads}x{dim}", write))
+    for heads, kv_heads, dim in [(32, 8, 128), (32, 32, 128), (9, 3, 64), (4, 1, 256)]:
+        for kv_dtype, offset, how in [
+            ("fp8", False, kv_codes.NATIVE.value),
+            ("fp8", False, kv_codes.PACKED.value),
+            ("fp8_e5m2", False, kv_codes.PACKED.value),
+            ("int8", False, kv_codes.PACKED.value),
+            ("int8", True, kv_codes.PACKED.value),
+        ]:
+            fmt = KVFormat(kv_dtype, 16, kv_heads, dim, offset=offset)
+            name = f"kv {kv_dtype}{' offset' if offset else ''} way {how} {heads}/{kv_heads}x{dim}"
+            for kind, rows in [("decode", 1), ("cascade", 1), ("prefill", 64)]:
+                case = _attention_case(kind, bf16, heads, kv_heads, dim, 16, None, rows, None, fmt, how)
+                found.append((f"paged_{kind} {name}", case))
+            if how == kv_codes.NATIVE.value and kv_dtype == "fp8" and heads == 32:
+                continue
+            found.append((f"write {name}", _write_case(heads, kv_heads, dim, fmt, how)))
     for rows, size_in, size_out in [(1, 4096, 6144), (1, 14336, 4096), (4, 4096, 28672), (3, 576, 1536)]:
         product = functools.partial(
             linear.few_rows_linear,

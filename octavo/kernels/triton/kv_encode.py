@@ -21,11 +21,10 @@ from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_fo
 _ROUND = tl.constexpr(12582912.0)
 
 
-@triton.jit
-def head_bytes(BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Bytes of one part's head in a block."""
-    EXTRA: tl.constexpr = 4 if KIND == INT8_OFFSET else 2 if KIND == INT8 else 0
-    return BLOCK_SIZE * (HEAD_DIM + EXTRA)
+@triton.constexpr_function
+def head_bytes(block_size: int, head_dim: int, kind: int) -> int:
+    """Elements of the cache tensor in one part's head of a block."""
+    return block_size * (head_dim + {INT8.value: 2, INT8_OFFSET.value: 4}.get(kind, 0))
 
 
 @triton.jit
