@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tiny
 from tests.server.test_metrics import CORE_GAUGES, samples
@@ -327,3 +328,28 @@ def _children(pid: int) -> list[int]:
     import psutil
 
     return [p.pid for p in psutil.Process(pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+def test_the_memory_and_the_blocks_are_told() -> None:
+    settings = ["--enable-kv-debug", "--kv-cache-memory-bytes", "1MiB", "--swap-space", "0.001"]
+    with octavo(*settings) as server:
+        before = server.client.get("/debug/kv.json").json()
+        assert before["counts"] == {"free": before["num_blocks"], "cached": 0, "owned": 0, "shared": 0}
+        assert before["num_blocks"] * before["block_bytes"] <= 1 << 20
+        assert before["host_blocks"] > 0 and set(before["host_cells"]) == {"0"}
+        for _ in range(2):
+            server.text()
+        after = server.client.get("/debug/kv.json").json()
+        assert after["counts"]["cached"] > 0 and after["counts"]["owned"] == 0
+        assert sum(after["counts"].values()) == after["num_blocks"] == before["num_blocks"]
+        held = {
+            sample.labels["kind"]: sample.value
+            for family in text_string_to_metric_families(server.client.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == "octavo:memory_bytes"
+        }
+        assert held["kv_cache"] == before["num_blocks"] * before["block_bytes"]
+        assert held["host_cache"] == before["host_blocks"] * before["block_bytes"]
+        device = sum(value for kind, value in held.items() if kind not in ("total", "host_cache"))
+        assert device == held["total"]
+        assert server.metrics()["octavo:kv_blocks"] == before["num_blocks"]
