@@ -274,30 +274,32 @@ class PretendExecutor(Executor):
         ends = plan.start + plan.num_rows
         # As on a device: all rows are written before any is read.
         for slot, start, end in zip(plan.slots, plan.start, ends, strict=True):
-            for p in range(start, end):
-                held = tuple(self.tokens[slot, : p + 1])
-                for group in range(len(self.tables)):
-                    self.cache[self.place(group, slot, p)] = (group, held)
+            text = tuple(self.tokens[slot, :end].tolist())
+            for group in range(len(self.tables)):
+                for p, place in self.places(group, slot, start, end):
+                    self.cache[place] = (group, text[: p + 1])
         out = np.full((len(plan.slots), 1), -1, np.int32)
         for i, (slot, start, end) in enumerate(zip(plan.slots, plan.start, ends, strict=True)):
             self.computed[slot] = end
+            text = tuple(self.tokens[slot, :end].tolist())
             for group, window in enumerate(self.windows):
                 if window is not None or plan.samples[i]:  # the whole context less often
-                    for p in range(0 if window is None else max(0, start - window + 1), end):
-                        held = self.cache[self.place(group, slot, p)]
-                        assert held == (group, tuple(self.tokens[slot, : p + 1])), "a row read other KV"
+                    first = 0 if window is None else max(0, start - window + 1)
+                    for p, place in self.places(group, slot, first, end):
+                        assert self.cache[place] == (group, text[: p + 1]), "a row read other KV"
             if plan.samples[i]:
-                out[i] = next_token(tuple(self.tokens[slot, :end]))
+                out[i] = next_token(text)
                 if end < self.tokens.shape[1]:
                     self.tokens[slot, end] = out[i, 0]
         result = StepResult(tokens=out, num_tokens=plan.samples.astype(np.int32))
         return Done(result, self.host)
 
-    def place(self, group: int, slot: int, position: int) -> int:
-        """Where a token's KV lies, as the block table of the group says."""
-        block = self.tables[group][slot, position // self.block_size]
-        assert block >= 0, "a row read or wrote where the table has no block"
-        return int(block) * self.block_size + position % self.block_size
+    def places(self, group: int, slot: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Positions `start .. end - 1`, and where their KV lies, as the block table of the group says."""
+        size = self.block_size
+        blocks = self.tables[group][slot, : -(-end // size)].tolist()
+        assert min(blocks[start // size :]) >= 0, "a row read or wrote where the table has no block"
+        return [(p, blocks[p // size] * size + p % size) for p in range(start, end)]
 
     def close(self) -> None:
         self.plans.clear()

@@ -58,9 +58,9 @@ class Reporting(sim.PretendExecutor):
     def _spoil(self, plan: StepPlan) -> None:
         """The rows of a failed step hold nothing."""
         for slot, start, rows in zip(plan.slots, plan.start, plan.num_rows, strict=True):
-            for p in range(start, start + rows):
-                for group in range(len(self.tables)):
-                    self.cache[self.place(group, slot, p)] = (group, ())
+            for group in range(len(self.tables)):
+                for _, place in self.places(group, slot, start, start + rows):
+                    self.cache[place] = (group, ())
 
     def _prompt_part(self, plan: StepPlan, i: int) -> list[TokenLogprobs] | None:
         if plan.prompt_logprobs is None or plan.prompt_logprobs[i] < 0:
