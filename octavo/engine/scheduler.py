@@ -123,8 +123,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._requests)
+        """Whether any request is waiting or running, or has left what copies under way still touch."""
+        return bool(self._requests) or len(self._loading) > 0
 
     @property
     def is_copying(self) -> bool:

@@ -26,6 +26,8 @@ class BlockPool:
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
         self.num_free = num_blocks
+        self._clock = 0
+        self._used_at = [0] * num_blocks  # when each was released last
         self.evictions = 0  # keys lost to reuse, since the start
         self.residency = Residency(num_blocks)
         # What reused blocks carried, for a tier that wants to keep it; whoever sets the list empties it.
@@ -83,27 +85,33 @@ class BlockPool:
         """
         for block in reversed(blocks):
             self._refs[block] -= 1
+            self._clock += 1
+            self._used_at[block] = self._clock
             if self._refs[block] == 0:
                 self._link(block)
         self.residency.released(blocks)
 
     def unhold(self, blocks: Sequence[int]) -> None:
-        """Give up one reference of each block; those that nobody else holds are reused next, in this order.
+        """Give up one reference of each block, where `hold` was called with these in the order of reuse.
 
-        Blocks without a key stay before them.
+        Those that nobody else holds return to their places in the order of use.
         """
-        before = self.num_blocks
-        while (after := self._next[before]) != self.num_blocks and self._keys[after] is None:
-            before = after
-        for block in reversed(blocks):
+        before = sentinel = self.num_blocks
+        last = self._prev[sentinel]
+        for block in blocks:
             self._refs[block] -= 1
-            if not self._refs[block]:
-                if self._keys[block] is not None:
-                    self._insert(before, block)
-                else:
-                    self._link(block)
-                    if before == self.num_blocks:
-                        before = block
+            if self._refs[block]:
+                continue
+            used = self._used_at[block]
+            if self._keys[block] is None or last == sentinel or used > self._used_at[last]:
+                self._link(block)  # lost its key, or was used meanwhile
+                continue
+            while (after := self._next[before]) != sentinel and (
+                self._keys[after] is None or self._used_at[after] < used
+            ):
+                before = after
+            self._insert(before, block)
+            before = block
 
     def next_reused(self, count: int) -> list[int]:
         """The next blocks that `allocate` would take, at most `count`."""
