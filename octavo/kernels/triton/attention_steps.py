@@ -81,9 +81,11 @@ def kv_steps(
         if HAS_STATS:
             place = pos % BLOCK_SIZE
             stats_ptr = head_ptr + at + BLOCK_SIZE * WORDS
-            scores *= load_stats(stats_ptr, place, pos < end)[None, :]
+            k_scale, v_scale = load_stats(stats_ptr, place, pos < end, V_OFFSET)
+            scores *= k_scale[None, :]
             if KIND == INT8_OFFSET:
-                scores += q_sum[:, None] * load_stats(stats_ptr + BLOCK_SIZE, place, pos < end)[None, :]
+                k_offset, v_offset = load_stats(stats_ptr + BLOCK_SIZE, place, pos < end, V_OFFSET)
+                scores += q_sum[:, None] * k_offset[None, :]
         if CAPPED:
             scores = tanh(scores * cap_scale)
         if MASKED:
@@ -110,12 +112,10 @@ def kv_steps(
         else:
             acc_odd = acc_odd * shrink[:, None]
             if KIND == INT8_OFFSET:
-                v_offset = load_stats(stats_ptr + (V_OFFSET + BLOCK_SIZE), place, pos < end)
                 every = tl.sum(probs * (v_offset * (1 / VALUE_UNIT))[None, :], axis=1)[:, None]
                 acc += every
                 acc_odd += every
             if HAS_STATS:
-                v_scale = load_stats(stats_ptr + V_OFFSET, place, pos < end)
                 probs = probs * (v_scale * (1 / VALUE_UNIT))[None, :]
             v_even, v_odd = decode_pairs(v, KIND, HOW)
             acc = tl.dot(probs.to(q.dtype), v_even, acc)

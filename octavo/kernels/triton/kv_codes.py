@@ -166,16 +166,19 @@ def load_queries(
 
 
 @triton.jit
-def load_stats(stats_ptr, place, mask):
-    """INT8's scales or offsets, float32, of the positions at `place` of their blocks, whose first one's is at
-    `stats_ptr`.
+def load_stats(stats_ptr, place, mask, V_OFFSET: tl.constexpr):
+    """INT8's scales or offsets of keys and of values, float32, of the positions at `place` of their blocks,
+    whose first one's is at `stats_ptr`, and V_OFFSET words on for values.
 
     Two at once are read, of which one is taken: what is narrower than 4 bytes is not copied asynchronously,
-    and would be waited for in each step.
+    and would be waited for in each step. Both parts are one load, or for tiles of few positions the compiler
+    lets every thread load each number that it needs.
     """
-    two_ptr = (stats_ptr + place // 2 * 2).to(tl.pointer_type(tl.uint32))
-    two = tl.load(two_ptr, mask=mask, other=0)
-    return (two >> (place % 2 * 16).to(tl.uint32)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    part = tl.arange(0, 2)[:, None] * V_OFFSET
+    two_ptr = ((stats_ptr + place // 2 * 2)[None, :] + part).to(tl.pointer_type(tl.uint32))
+    two = tl.load(two_ptr, mask=tl.broadcast_to(mask[None, :], two_ptr.shape), other=0)
+    one = (two >> (place % 2 * 16).to(tl.uint32)[None, :]).to(tl.uint16)
+    return tl.split(tl.trans(one.to(tl.float16, bitcast=True).to(tl.float32)))
 
 
 @triton.jit
