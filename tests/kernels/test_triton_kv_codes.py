@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "prefill_config", lambda *args: attention.TileConfig(16, 16, 1, 4))
 
 
-# Head sizes, groups, block sizes, windows and caps; each kind of codes meets each of these.
+# Head sizes, groups, block sizes, windows and caps.
 CODES_CASES = [
     Case(2, 2, 64, 8),
     Case(6, 2, 80, 16, window=21),
@@ -33,8 +35,13 @@ CODES_CASES = [
 ]
 
 
-@pytest.mark.parametrize("codes", ALL_CODES, ids=str)
-@pytest.mark.parametrize(("number", "case"), list(enumerate(CODES_CASES)), ids=str)
+def taking_turns(cases: list[Any]) -> list[Any]:
+    """Each case with two kinds of codes, each kind with others' cases: on a device all meet all."""
+    kinds = len(ALL_CODES)
+    return [(i, case, ALL_CODES[(i + 2 * k) % kinds]) for i, case in enumerate(cases) for k in range(2)]
+
+
+@pytest.mark.parametrize(("number", "case", "codes"), taking_turns(CODES_CASES), ids=str)
 def test_attention(small_tiles: None, number: int, case: Case, codes: Codes) -> None:
     dtype = ("bfloat16", "float16", "float32")[number % 3]
     check_decode(case, dtype, [(1, 37), (0, 0), (1, 1)], 3, DEVICE, codes=codes)
@@ -45,9 +52,8 @@ def test_attention(small_tiles: None, number: int, case: Case, codes: Codes) -> 
         check_decode(case, dtype, [(1, 18), (2, 21)], 1, DEVICE, codes=codes)
 
 
-@pytest.mark.parametrize("codes", ALL_CODES, ids=str)
-@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
-def test_writes_are_the_twins(case: WriteCase, codes: Codes) -> None:
+@pytest.mark.parametrize(("number", "case", "codes"), taking_turns(WRITE_CASES), ids=str)
+def test_writes_are_the_twins(number: int, case: WriteCase, codes: Codes) -> None:
     check_write(case, codes, DEVICE)
 
 
