@@ -113,8 +113,13 @@ class EngineConfig:
         "How weights are stored on a CPU: as a GGUF file encodes them, and computed on in that form (gguf); "
         "rounded to 8 bits while loading (int8); or expanded to `dtype` (none). The experts of a mixture are "
         "expanded in any case. By default a GGUF file's encodings are kept where the CPU has kernels for "
-        "them (AVX2), and nothing else is quantized.",
-        choices=(None, "none", "gguf", "int8"),
+        "them (AVX2), and nothing else is quantized. A quantized checkpoint is kept as it is where the "
+        "device has kernels for it; its format may be named, and none expands it.",
+        choices=(None, "none", "gguf", "int8", "compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes"),
+    )
+    quantization_strict: bool = setting(
+        False,
+        "Refuse a quantized checkpoint where the hardware would compute something else than it asks for.",
     )
     kv_cache_dtype: str = setting(
         "auto",

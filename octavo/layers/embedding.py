@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from octavo.layers.layer import BuildContext, Layer, LoadTarget
+from octavo.layers.layer import BuildContext, Layer, LoadTarget, matrix_targets
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.embedding_method import EmbeddingMethod, embedding_method
-from octavo.quantization.linear_method import LinearMethod, Shard
+from octavo.quantization.linear_method import LinearMethod, MatrixPart, Shard
 
 
 def vocab_range(vocab_size: int, group: TensorParallelGroup) -> tuple[int, int, int]:
@@ -45,14 +45,8 @@ class VocabEmbedding(Layer):
         self.method.create_weights(self, self.rows, self.hidden_size, build.dtype, build.device)
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
-        shapes = self.method.checkpoint_tensors(self.vocab_size, self.hidden_size)
-        return {
-            f"{prefix}.{name}": LoadTarget(shape, partial(self._load, name), encodings=self.method.keeps)
-            for name, shape in shapes.items()
-        }
-
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
-        _load_tokens(self, name, tensor)
+        part = self.method.part(prefix, self.vocab_size, self.hidden_size)
+        return matrix_targets(prefix, part, partial(_load_tokens, self, part), self.method.keeps)
 
     def process_after_load(self) -> None:
         self.method.finish_embedding(self)
@@ -106,20 +100,15 @@ class LMHead(Layer):
             self._create_own()
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
-        shapes = self.method.checkpoint_tensors(self.vocab_size, self.hidden_size)
+        part = self.method.part(prefix, self.vocab_size, self.hidden_size)
         optional = self.tied_to is not None
-        return {
-            f"{prefix}.{name}": LoadTarget(
-                shape, partial(self._load, name), optional, encodings=self.method.keeps
-            )
-            for name, shape in shapes.items()
-        }
+        return matrix_targets(prefix, part, partial(self._load, part), self.method.keeps, optional)
 
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
+    def _load(self, part: MatrixPart, name: str, tensor: torch.Tensor) -> None:
         if self.tied_to is not None and not self._has_own:
             self._create_own()
         self._has_own = True
-        _load_tokens(self, name, tensor)
+        _load_tokens(self, part, name, tensor)
 
     def process_after_load(self) -> None:
         if self.tied_to is not None:
@@ -133,10 +122,10 @@ class LMHead(Layer):
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
 
-def _load_tokens(layer: VocabEmbedding | LMHead, name: str, tensor: torch.Tensor) -> None:
+def _load_tokens(layer: VocabEmbedding | LMHead, part: MatrixPart, name: str, tensor: torch.Tensor) -> None:
     """This rank's tokens of a checkpoint's tensor; those that only pad the vocabulary are zero."""
     if layer.real < layer.rows:
         for parameter in layer.parameters(recurse=False):
             parameter[layer.real :].zero_()
     shard = Shard(0, layer.first, layer.real, 0, layer.hidden_size)
-    layer.method.load_shard(layer, name, tensor, shard)
+    part.load_shard(layer, name, tensor, shard)

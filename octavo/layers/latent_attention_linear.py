@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide, sibling
+from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide, matrix_targets, sibling
 from octavo.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from octavo.models.config import LatentConfig
-from octavo.quantization.linear_method import LinearMethod, Shard, cpu_lacks
+from octavo.quantization.linear_method import LinearMethod, MatrixPart, Shard, cpu_lacks
 
 
 def half_rotation_order(heads: int, head_dim: int, rope_dim: int) -> torch.Tensor:
@@ -26,18 +26,6 @@ def half_rotation_order(heads: int, head_dim: int, rope_dim: int) -> torch.Tenso
     first = head_dim - rope_dim
     head[first:] = first + torch.arange(rope_dim).view(-1, 2).T.flatten()
     return (torch.arange(heads)[:, None] * head_dim + head).flatten()
-
-
-def _reordered(target: LoadTarget, order: torch.Tensor) -> LoadTarget:
-    """A target that takes the rows of a tensor in another order; tensors without a row for each stay."""
-    if target.shape[0] != len(order):
-        return target
-    load = target.load
-
-    def load_reordered(tensor: torch.Tensor) -> None:
-        load(tensor[order.to(tensor.device)])
-
-    return replace(target, load=load_reordered)
 
 
 class LatentQueryLinear(ColumnParallelLinear):
@@ -53,11 +41,8 @@ class LatentQueryLinear(ColumnParallelLinear):
         super().__init__(in_features, heads * head_dim)
         self._order = half_rotation_order(heads, head_dim, latent.rope_dim) if interleaved else None
 
-    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
-        targets = super().load_targets(prefix)
-        if self._order is None:
-            return targets
-        return {name: _reordered(target, self._order) for name, target in targets.items()}
+    def row_order(self, part: str) -> torch.Tensor | None:
+        return self._order
 
 
 class LatentDownLinear(ReplicatedLinear):
@@ -73,13 +58,8 @@ class LatentDownLinear(ReplicatedLinear):
         self.parts = {**query, "kv_a_proj_with_mqa": size}
         self._order = half_rotation_order(1, size, latent.rope_dim) if interleaved else None
 
-    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
-        targets = super().load_targets(prefix)
-        if self._order is not None:
-            for name in targets:
-                if name.startswith(sibling(prefix, "kv_a_proj_with_mqa")):
-                    targets[name] = _reordered(targets[name], self._order)
-        return targets
+    def row_order(self, part: str) -> torch.Tensor | None:
+        return self._order if part == "kv_a_proj_with_mqa" else None
 
 
 class LatentUpProjection(Layer):
@@ -120,10 +100,8 @@ class LatentUpProjection(Layer):
         head_dim, rank = self._head_dim, self.latent.kv_rank
         rows = self.heads * head_dim
         shard = Shard(0, self.first_head * head_dim, self.local_heads * head_dim, 0, rank)
-        targets = {
-            f"{prefix}.{name}": LoadTarget(shape, partial(self._load, name, shard))
-            for name, shape in self.method.checkpoint_tensors(rows, rank).items()
-        }
+        part = self.method.part(prefix, rows, rank)
+        targets = matrix_targets(prefix, part, partial(self._load_part, part, shard))
         if len(targets) == 1:  # a format that keeps scales beside the weight has them for kv_b_proj alone
             nope, value = self.latent.nope_dim, self.latent.value_dim
             ((whole, target),) = targets.items()
@@ -132,6 +110,10 @@ class LatentUpProjection(Layer):
             targets[keys] = LoadTarget((self.heads, rank, nope), self._load_keys)
             targets[values] = LoadTarget((self.heads, value, rank), self._load_values)
         return targets
+
+    def _load_part(self, part: MatrixPart, shard: Shard, name: str, tensor: torch.Tensor) -> None:
+        assert self._stored is not None
+        part.load_shard(self._stored, name, tensor, shard)
 
     def _load(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
         assert self._stored is not None

@@ -13,7 +13,8 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.experts_method import ExpertsMethod, experts_method
-from octavo.quantization.linear_method import LinearMethod
+from octavo.quantization.linear_method import LinearMethod, MatrixPart
+from octavo.quantization.stored_tensor import FLOATS, Dummy
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class BuildContext:
         kv_dtype: of the KV cache, under `KVFormat`'s names.
         kv_offset: whether codes of int8 shall have offsets.
         group: the tensor-parallel ranks.
-        linear_method: from a layer's name to the method that stores its matrix.
-        experts_method: from a layer's name to the method that stores its experts.
+        linear_method: from a layer's name (and those of matrices that checkpoints hold apart) to the method
+            that stores its matrix.
+        experts_method: from a layer's name (and those that checkpoints have for the first expert's matrices)
+            to the method that stores its experts.
     """
 
     dtype: torch.dtype
@@ -40,8 +43,8 @@ class BuildContext:
     block_size: int
     kv_dtype: str
     group: TensorParallelGroup
-    linear_method: Callable[[str], LinearMethod]
-    experts_method: Callable[[str], ExpertsMethod] = partial(experts_method, None)
+    linear_method: Callable[..., LinearMethod]
+    experts_method: Callable[..., ExpertsMethod] = partial(experts_method, None)
     kv_offset: bool = False
 
 
@@ -52,7 +55,9 @@ class LoadTarget:
     Its tensor may also have one of `other_shapes` (a scale as a number or as a vector).
     `covers` makes it another spelling of the targets that it names (a fused matrix of its parts, a
     stack of single experts): a checkpoint holds either these or it. `encodings` are GGML's, in which it takes
-    a tensor as it is stored, as a `QuantizedTensor`.
+    a tensor as it is stored, as a `QuantizedTensor`. `dtypes` are the types in which it may come. `dummy`
+    makes a random one where the ordinary random numbers are none (None: they are). With `any_size` its shape
+    says nothing.
     """
 
     shape: tuple[int, ...]
@@ -61,10 +66,13 @@ class LoadTarget:
     covers: tuple[str, ...] = ()
     encodings: frozenset[str] = frozenset()
     other_shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: frozenset[torch.dtype] = FLOATS
+    dummy: Dummy | None = None
+    any_size: bool = False
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape may fill it."""
-        return shape == self.shape or shape in self.other_shapes
+        return self.any_size or shape == self.shape or shape in self.other_shapes
 
 
 class Layer(nn.Module, ABC):
@@ -98,6 +106,30 @@ def copy_into(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         parameter.copy_(tensor)
 
     return load
+
+
+def matrix_targets(
+    name: str,
+    part: MatrixPart,
+    load: Callable[[str, torch.Tensor], None],
+    encodings: frozenset[str] = frozenset(),
+    optional: bool = False,
+) -> dict[str, LoadTarget]:
+    """The targets of what a checkpoint stores for the matrix `name`; `load` gets the end of each tensor's
+    name, and the tensor."""
+    return {
+        f"{name}.{key}": LoadTarget(
+            stored.full_shape,
+            partial(load, key),
+            optional or stored.optional,
+            encodings=encodings,
+            other_shapes=stored.other_shapes,
+            dtypes=stored.dtypes,
+            dummy=stored.dummy,
+            any_size=stored.any_size,
+        )
+        for key, stored in part.tensors.items()
+    }
 
 
 def sibling(prefix: str, name: str) -> str:

@@ -12,9 +12,18 @@ from functools import partial
 import torch
 
 from octavo.errors import ConfigError
-from octavo.layers.layer import BuildContext, Layer, LoadTarget, copy_into, divide, empty_parameter, sibling
+from octavo.layers.layer import (
+    BuildContext,
+    Layer,
+    LoadTarget,
+    copy_into,
+    divide,
+    empty_parameter,
+    matrix_targets,
+    sibling,
+)
 from octavo.parallel.state import TensorParallelGroup
-from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod, Shard
+from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod, MatrixPart, Shard
 
 
 class MergedColumnParallelLinear(Layer):
@@ -45,7 +54,8 @@ class MergedColumnParallelLinear(Layer):
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group
-        self.method = build.linear_method(prefix)
+        names = [sibling(prefix, part) for part in self.parts if part]
+        self.method = build.linear_method(prefix, names)
         self.local_sizes = [self.part_rows(name)[1] for name in self.parts]
         total = sum(self.local_sizes)
         self.method.create_weights(self, total, self.in_features, build.dtype, build.device)
@@ -58,35 +68,40 @@ class MergedColumnParallelLinear(Layer):
         for part, out_features in self.parts.items():
             row, rows = self.part_rows(part)
             shard = Shard(target, row, rows, 0, self.in_features)
-            targets |= self._targets(sibling(prefix, part) if part else prefix, out_features, [shard])
+            name = sibling(prefix, part) if part else prefix
+            targets |= self._targets(name, out_features, [shard], self.row_order(part))
             fused.append(replace(shard, row=first + row))
             target, first = target + rows, first + out_features
         if len(self.parts) > 1:
-            for name, whole in self._targets(prefix, first, fused).items():
-                kind = name.rpartition(".")[2]
+            for name, whole in self._targets(prefix, first, fused, None).items():
+                kind = name.removeprefix(f"{prefix}.")
                 covers = tuple(f"{sibling(prefix, part)}.{kind}" for part in self.parts)
                 targets[name] = replace(whole, covers=covers)
         return targets
 
-    def _targets(self, name: str, out_features: int, shards: list[Shard]) -> dict[str, LoadTarget]:
+    def row_order(self, part: str) -> torch.Tensor | None:
+        """The rows of a part's checkpoint matrix in the order in which the layer has them, int64; None: as
+        they are. A rank's rows stay among themselves."""
+        return None
+
+    def _targets(
+        self, name: str, out_features: int, shards: list[Shard], order: torch.Tensor | None
+    ) -> dict[str, LoadTarget]:
         """The tensors of a matrix of `out_features` rows, of which this rank takes `shards`."""
-        shapes = self.method.checkpoint_tensors(out_features, self.in_features)
-        targets = {
-            f"{name}.{tensor}": LoadTarget(
-                shape, partial(self._load_weight, tensor, shards), encodings=self.method.keeps
-            )
-            for tensor, shape in shapes.items()
-        }
+        part = self.method.part(name, out_features, self.in_features, order)
+        targets = matrix_targets(name, part, partial(self._load_weight, part, shards), self.method.keeps)
         if self.has_bias:
-            targets[f"{name}.bias"] = LoadTarget((out_features,), partial(self._load_bias, shards))
+            targets[f"{name}.bias"] = LoadTarget((out_features,), partial(self._load_bias, shards, order))
         return targets
 
-    def _load_weight(self, name: str, shards: list[Shard], tensor: torch.Tensor) -> None:
+    def _load_weight(self, part: MatrixPart, shards: list[Shard], name: str, tensor: torch.Tensor) -> None:
         for shard in shards:
-            self.method.load_shard(self, name, tensor, shard)
+            part.load_shard(self, name, tensor, shard)
 
-    def _load_bias(self, shards: list[Shard], tensor: torch.Tensor) -> None:
+    def _load_bias(self, shards: list[Shard], order: torch.Tensor | None, tensor: torch.Tensor) -> None:
         assert self.bias is not None
+        if order is not None:
+            tensor = tensor[order.to(tensor.device)]
         for shard in shards:
             piece = tensor[shard.row : shard.row + shard.rows]
             self.bias[shard.target : shard.target + shard.rows].copy_(piece)
@@ -214,16 +229,14 @@ class RowParallelLinear(Layer):
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         shard = Shard(0, 0, self.out_features, self.group.rank * self.local_in, self.local_in)
-        targets = {}
-        for name, shape in self.method.checkpoint_tensors(self.out_features, self.in_features).items():
-            load = partial(self._load_weight, name, shard)
-            targets[f"{prefix}.{name}"] = LoadTarget(shape, load, encodings=self.method.keeps)
+        part = self.method.part(prefix, self.out_features, self.in_features)
+        targets = matrix_targets(prefix, part, partial(self._load_weight, part, shard), self.method.keeps)
         if self.bias is not None:
             targets[f"{prefix}.bias"] = LoadTarget((self.out_features,), copy_into(self.bias))
         return targets
 
-    def _load_weight(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
-        self.method.load_shard(self, name, tensor, shard)
+    def _load_weight(self, part: MatrixPart, shard: Shard, name: str, tensor: torch.Tensor) -> None:
+        part.load_shard(self, name, tensor, shard)
 
     def process_after_load(self) -> None:
         self.method.process_after_load(self)

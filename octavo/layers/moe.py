@@ -6,6 +6,7 @@ and the ranks' results, those of shared experts included, are added once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from octavo.layers.sublayer import Sublayer
 from octavo.models.config import MoEConfig
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, Matrix
+from octavo.quantization.stored_tensor import FLOATS
 
 Names = tuple[str, str, str]
 NAMES: Names = ("gate_proj", "up_proj", "down_proj")
@@ -63,7 +65,9 @@ class Experts(Layer):
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group
-        self.method = build.experts_method(prefix)
+        stored = in_block(prefix, self.block) if self.block else prefix
+        names = {matrix: f"{stored}.0.{name}" for matrix, name in zip(_MATRICES, self.names, strict=True)}
+        self.method = build.experts_method(prefix, names)
         total = self.moe.expert_size
         size = divide(total, self.group, f"{prefix}' inner size")
         self.shard = ExpertShard(self.group.rank * size, size, total)
@@ -79,16 +83,32 @@ class Experts(Layer):
         singles: dict[Matrix, tuple[str, ...]] = {}
         for matrix, name in zip(_MATRICES, self.names, strict=True):
             sizes = (hidden, inner) if matrix == "down" else (inner, hidden)
-            for tensor, shape in self.method.checkpoint_tensors(*sizes).items():
+            for tensor, what in self.method.stored(matrix, *sizes).items():
                 load = partial(self.method.load_shard, self, tensor, matrix, shard=self.shard)
                 covered = tuple(f"{stored}.{expert}.{name}.{tensor}" for expert in range(count))
+                common = LoadTarget(
+                    what.full_shape,
+                    load,  # by each target with its experts
+                    what.optional,
+                    other_shapes=what.other_shapes,
+                    dtypes=what.dtypes,
+                    dummy=what.dummy,
+                    any_size=what.any_size,
+                )
                 for expert, single in enumerate(covered):
-                    targets[single] = LoadTarget(shape, partial(load, expert))
-                stacked = LoadTarget((count, *shape), partial(load, every), covers=covered)
-                targets[f"{stored}.{name}.{tensor}"] = stacked
-                if tensor == "weight":
+                    targets[single] = replace(common, load=partial(load, expert))
+                if what.any_size:
+                    continue
+                targets[f"{stored}.{name}.{tensor}"] = replace(
+                    common,
+                    shape=(count, *what.full_shape),
+                    other_shapes=tuple((count, *shape) for shape in what.other_shapes),
+                    load=partial(load, every),
+                    covers=covered,
+                )
+                if tensor == "weight" and what.dtypes == FLOATS:
                     singles[matrix] = covered
-        if singles:
+        if len(singles) == len(_MATRICES):
             targets[f"{prefix}.down_proj"] = targets[f"{stored}.{self.names[2]}.weight"]
             targets[f"{prefix}.gate_up_proj"] = LoadTarget(
                 (count, 2 * inner, hidden), self._load_gate_up, covers=singles["gate"] + singles["up"]

@@ -17,6 +17,7 @@ import torch
 from octavo.models.ahead import Job, run_ahead
 from octavo.models.config import ModelConfig
 from octavo.models.targets import Targets, canonical
+from octavo.quantization.stored_tensor import Dummy
 
 _CPU_CHUNK = 1 << 17  # elements that stay in a core's cache through the rounds
 _GPU_CHUNK = 1 << 26
@@ -39,7 +40,19 @@ def dummy_weights(
 
         return Job(name, math.prod(shape), make)
 
-    jobs = [job(name, shape) for name, shape in canonical(targets).items()]
+    def special(name: str, shape: tuple[int, ...], dummy: Dummy) -> Job:
+        """Of a tensor that is no plain weight."""
+
+        def make() -> torch.Tensor:
+            unit = random_weight(name, shape, 1.0, torch.float32, device, seed)
+            return dummy(unit, std)
+
+        return Job(name, math.prod(shape), make)
+
+    jobs = []
+    for name, shape in canonical(targets).items():
+        dummy = targets[name].dummy
+        jobs.append(job(name, shape) if dummy is None else special(name, shape, dummy))
     return sum(j.numel for j in jobs), run_ahead(jobs, device)
 
 

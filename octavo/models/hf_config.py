@@ -13,6 +13,7 @@ from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES, Family
 from octavo.models.json_file import read_json
+from octavo.quantization.read_config import read_quantization
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ROPE_NEEDS = {
@@ -30,7 +31,7 @@ def model_config_from_folder(folder: Path) -> ModelConfig:
     """Read `config.json`, and the EOS ids of `generation_config.json`, of a checkpoint folder.
 
     Raises:
-        ModelError: missing or malformed file, unknown architecture or rope, quantized checkpoint.
+        ModelError: missing or malformed file, unknown architecture, rope or quantization.
     """
     path = folder / "config.json"
     generation = folder / "generation_config.json"
@@ -54,7 +55,7 @@ def model_config_from_dict(
 
 
 def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: str) -> ModelConfig:
-    check_unquantized(raw, where)
+    read_quantization(raw, where)  # refuses what is not supported
     architectures = raw.get("architectures") or []
     name = next((a for a in architectures if a in FAMILIES), None)
     if name is None:
@@ -115,23 +116,6 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{config.context_length} tokens: fetch the file again"
         )
     return family.refine(config, raw).with_windows(family.windows(raw))
-
-
-def check_unquantized(raw: dict[str, Any], where: str) -> None:
-    """Refuse a checkpoint whose weights are quantized.
-
-    Raises:
-        ModelError: names the method.
-    """
-    text = raw.get("text_config")
-    for part in (raw, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if given := part.get(key):
-                method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
-                raise ModelError(
-                    f"{where}: checkpoints quantized by {method!r} are not supported by this version: "
-                    "use the unquantized checkpoint or a GGUF file"
-                )
 
 
 def _size(raw: dict[str, Any], key: str, where: str) -> int:

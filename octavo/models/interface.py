@@ -13,6 +13,7 @@ from octavo.kv.groups import group_layers
 from octavo.layers.attention import AttentionMetadata, PagedBackend
 from octavo.layers.attention_layer import CachedLayer
 from octavo.layers.layer import LoadTarget
+from octavo.layers.moe import Experts
 from octavo.models.aliases import AliasTargets, with_prefix
 from octavo.models.config import ModelConfig
 from octavo.models.targets import Targets
@@ -65,6 +66,9 @@ class CausalLM(nn.Module, ABC):
         for planner in self._planners:
             if not planner.recordable:
                 return f"{planner.name} attention cannot be captured in a graph"
+        for module in self.modules():
+            if isinstance(module, Experts) and not module.method.recordable(module):
+                return f"experts in {module.method.name} are chosen on the host"
         return None
 
     def attention_layers(self) -> list[CachedLayer]:

@@ -22,6 +22,7 @@ from octavo.models.targets import Targets, ignored, missing
 from octavo.parallel.state import tensor_parallel_group
 from octavo.quantization.experts_method import experts_method
 from octavo.quantization.linear_method import LinearMethod, linear_method
+from octavo.quantization.scheme import QuantizationConfig
 
 _NAMES_SHOWN = 5
 _MOST_AT_ONCE = 8  # layers that are in memory twice
@@ -37,7 +38,7 @@ def build_model(
     max_model_len: int | None = None,
     block_size: int = 16,
     kv_dtype: str | None = None,
-    quantization: str | None = None,
+    quantization: QuantizationConfig | None = None,
     batch_invariant: bool = False,
     with_head: bool = True,
 ) -> CausalLM:
@@ -51,8 +52,7 @@ def build_model(
         max_model_len: tokens of the longest context; None takes the config's.
         block_size: tokens per KV block.
         kv_dtype: of the KV cache, a name of `KVFormat`'s; None or "auto" takes `dtype`.
-        quantization: how weights are stored: None for `dtype`, or "gguf" (a GGUF file's encodings), "half"
-            (16-bit floats as they are) or "int8", all on a CPU.
+        quantization: how weights are stored; None: in `dtype`.
         batch_invariant: no row's result depends on the rows beside it, to the bit (on a GPU; not for the
             families that `octavo.worker.batch_invariance` refuses).
         with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
@@ -85,7 +85,7 @@ def build_model(
     return model.eval()
 
 
-def _invariant_method() -> Callable[[str | None, str], LinearMethod]:
+def _invariant_method() -> Callable[..., LinearMethod]:
     from octavo.quantization.invariant_method import invariant_method  # needs Triton
 
     return invariant_method

@@ -10,6 +10,7 @@ from typing import Any
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES
+from octavo.quantization.read_config import read_quantization
 
 FALLBACK, ENCODER = "transformers", "encoder"
 _LONGEST = 1 << 31
@@ -86,9 +87,11 @@ def model_config_from_raw(
         ModelError: neither kind of model; the message says why.
         ConfigError: Transformers is missing.
     """
-    from octavo.models.hf_config import check_unquantized
-
-    check_unquantized(raw, where)
+    if (found := read_quantization(raw, where)) is not None:
+        raise ModelError(
+            f"{where}: models that run through Transformers' code take no quantized weights "
+            f"(this one is quantized by {found.format}): use the unquantized checkpoint"
+        )
     config = hf_config(raw, where)
     architecture = _architecture(raw, config, where)
     try:

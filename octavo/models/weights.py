@@ -18,7 +18,16 @@ from octavo.models.read_ahead import Span, read_spans
 from octavo.models.safetensors_file import SafetensorsHeader, list_files, read_header
 from octavo.models.targets import Targets, check_tensors
 
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 def folder_weights(
@@ -62,13 +71,19 @@ def _safetensors(
     wanted = set(check_tensors(stored, targets, folder, architecture))
     for header in headers:
         for name, tensor in header.tensors.items():
-            if name in wanted and tensor.dtype not in TORCH_DTYPES:
-                raise ModelError(
-                    f"{header.path}: tensor {name!r} has type {tensor.dtype}, which is not supported: "
-                    f"use a checkpoint in {', '.join(TORCH_DTYPES)}"
-                )
+            if name in wanted:
+                _check_dtype(str(header.path), name, tensor.dtype, TORCH_DTYPES.get(tensor.dtype), targets)
     total = sum(t.nbytes for h in headers for name, t in h.tensors.items() if name in wanted)
     return total, _read(headers, wanted, device)
+
+
+def _check_dtype(where: str, name: str, stored: str, dtype: torch.dtype | None, targets: Targets) -> None:
+    wanted = targets[name].dtypes
+    if dtype not in wanted:
+        kinds = ", ".join(key for key, kind in TORCH_DTYPES.items() if kind in wanted)
+        raise ModelError(
+            f"{where}: tensor {name!r} has type {stored}, which is not supported: use a checkpoint in {kinds}"
+        )
 
 
 def _read(
@@ -101,11 +116,7 @@ def _bins(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wanted = check_tensors(shapes, targets, folder, architecture)
     for name in wanted:
-        if tensors[name].dtype not in TORCH_DTYPES.values():
-            raise ModelError(
-                f"{folder}: tensor {name!r} has type {tensors[name].dtype}, which is not supported: "
-                f"use a checkpoint in {', '.join(TORCH_DTYPES)}"
-            )
+        _check_dtype(str(folder), name, str(tensors[name].dtype), tensors[name].dtype, targets)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for name in wanted:

@@ -138,7 +138,7 @@ def _candidates(planner: Planner, plan: Plan, config: EngineConfig) -> Iterator[
             if larger is not None and larger.plan.fit.num_blocks:
                 break  # more would do as well
             ranks *= 2
-    elif plan.quantization not in ("int8", "gguf"):
+    elif plan.quantization in (None, "half"):
         yield {"quantization": "int8"}, "weights in 8 bits"
     if plan.dtype == "float32":
         yield {"dtype": "bfloat16"}, "activations and KV in 16 bits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,9 @@ from octavo.planning.activations import step_bytes
 from octavo.planning.cards import Card
 from octavo.planning.ledger import KVFit, Ledger, gib, kv_fit
 from octavo.planning.weights import Stored, WeightBytes, stored_tensors, weight_bytes
+from octavo.quantization.capability import Hardware
+from octavo.quantization.local_hardware import assumed
+from octavo.quantization.scheme import QuantizationConfig
 from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
 from octavo.worker.graphs import graph_sizes
 
@@ -57,6 +61,12 @@ class Machine:
     def device(self) -> torch.device:
         """As PyTorch names it; it needs not be here."""
         return torch.device(self.kind)
+
+    def assumed(self) -> AbstractContextManager[None]:
+        """While it lasts, what asks for a GPU's capabilities is told this one's."""
+        if self.kind != "cuda" or self.capability is None:
+            return nullcontext()
+        return assumed(Hardware("cuda", self.capability, name=self.name))
 
 
 def machine_of(card: Card) -> Machine:
@@ -163,17 +173,25 @@ class Planner:
         layout = layout or Layout()
         device = machine.device
         dtype = choose_dtype(config.dtype, self.model, device, machine.capability)
-        quantization = choose_quantization(
-            config.quantization, self.source, config.load_format, device, self.model, dtype
-        )
-        if quantization is not None and machine.kind != "cpu":
+        with machine.assumed():
+            quantization = choose_quantization(
+                config.quantization,
+                self.source,
+                config.load_format,
+                device,
+                self.model,
+                dtype,
+                config.quantization_strict,
+            )
+        if quantization is not None and not quantization.rules and machine.kind != "cpu":
             raise ConfigError(
-                f"quantization={quantization!r} runs on a CPU, not on {machine.name}: leave it out"
+                f"quantization={quantization.format!r} runs on a CPU, not on {machine.name}: leave it out"
             )
         wanted = self._length(config)
         rows = config.max_num_batched_tokens or (8192 if machine.kind == "cuda" else 2048)
         shapes = self._build(config, dtype, wanted, layout.tensor)
-        weights = self._weights(shapes, config, quantization, dtype, device)
+        with machine.assumed():
+            weights = self._weights(shapes, config, quantization, dtype, device)
         groups = _stage_groups(shapes, self.model, layout.pipeline)
         held = {"weights": _stage_weights(weights, self.model, layout.pipeline), "other": machine.other}
         tables = budget.table_bytes(groups, config.max_num_seqs, wanted, rows)
@@ -205,7 +223,7 @@ class Planner:
             weights=weights,
             fit=fit,
             dtype=dtype,
-            quantization=quantization,
+            quantization=None if quantization is None else quantization.format,
             kv_cache_dtype=groups[0].format.dtype,
             max_model_len=wanted,
             max_num_batched_tokens=rows,
@@ -246,13 +264,14 @@ class Planner:
         self,
         shapes: CausalLM,
         config: EngineConfig,
-        quantization: str | None,
+        quantization: QuantizationConfig | None,
         dtype: str,
         device: torch.device,
     ) -> WeightBytes:
         if config.load_format not in self._stored:
             self._stored[config.load_format] = stored_tensors(self.source, self.model, config.load_format)
-        given = self.model.dtype if quantization == "half" else None
+        half = quantization is not None and "half" in (quantization.format, quantization.dense)
+        given = self.model.dtype if half else None
         return weight_bytes(
             shapes, self._stored[config.load_format], quantization, DTYPES[dtype], device, given
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from octavo.layers.embedding import LMHead, VocabEmbedding
 from octavo.layers.latent_attention_linear import LatentUpProjection
-from octavo.layers.layer import Layer
+from octavo.layers.layer import Layer, sibling
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_weights import named_tensors
@@ -21,6 +22,7 @@ from octavo.models.locate import ModelSource
 from octavo.quantization.embedding_method import embedding_method
 from octavo.quantization.gguf_blocks import ENCODINGS
 from octavo.quantization.linear_method import LinearMethod, StoredRows, cpu_lacks, linear_method
+from octavo.quantization.scheme import QuantizationConfig, WeightScheme
 
 Stored = dict[str, tuple[tuple[int, ...], str]]
 """Shape and stored type of a checkpoint's tensors, by Hugging Face's names."""
@@ -66,7 +68,7 @@ def stored_tensors(source: ModelSource, config: ModelConfig, load_format: str) -
 def weight_bytes(
     shapes: CausalLM,
     stored: Stored,
-    quantization: str | None,
+    quantization: QuantizationConfig | None,
     dtype: torch.dtype,
     device: torch.device,
     given: str | None = None,
@@ -121,27 +123,44 @@ def _add_matrix(
     names: dict[nn.Module, str],
     stored: Stored,
     given: str | None,
-    quantization: str | None,
+    quantization: QuantizationConfig | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    method = linear_method(quantization, name)
+    apart = getattr(source, "parts", {}) if quantization is not None and quantization.rules else {}
+    method = linear_method(quantization, name, [sibling(name, part) for part in apart if part])
     if isinstance(layer, (VocabEmbedding, LMHead)):
         method = embedding_method(method)
     rows, columns = source.get_parameter("weight").shape
     kind = str(dtype).removeprefix("torch.")
     parts = _parts(names[source], source, rows, stored, kind if given is None else given)
-    if quantization == "half":  # what is encoded otherwise comes expanded
+    if len(apart) > 1:
+        parts = [(n, kind) for n in source.local_sizes]  # type: ignore[union-attr]
+    if quantization is not None and quantization.format == "half":  # what is encoded otherwise comes expanded
         parts = [(n, kind if type_name in ENCODINGS else type_name) for n, type_name in parts]
     tied = source is not layer
     nbytes = (method.tied_bytes if tied else method.kept_bytes)(parts, columns, dtype, device)
-    if quantization == "int8":
-        kind = quantization
+    if quantization is not None and quantization.format == "int8":
+        kind = "int8"
+    elif quantization is not None and (scheme := _scheme(quantization, name, apart)) is not None:
+        kind = scheme.name
     elif nbytes != rows * columns * dtype.itemsize:
         kind = "+".join(sorted({type_name for _, type_name in parts}))
     out.add(name, kind, nbytes)
     if not tied:
         out.num_parameters += rows * columns
+
+
+def _scheme(quantization: QuantizationConfig, name: str, apart: Mapping[str, int]) -> WeightScheme | None:
+    """The scheme of a layer, that of the first of its matrices."""
+    return next(
+        (
+            found
+            for part in (*(sibling(name, part) for part in apart if part), name)
+            if (found := quantization.scheme_for(part)) is not None
+        ),
+        None,
+    )
 
 
 def _by_target(shapes: CausalLM, stored: Stored) -> Stored:

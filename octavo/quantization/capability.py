@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.quantization.scheme import WeightScheme
+from octavo.quantization.scheme import ActivationScheme, WeightScheme
 
 Mode = Literal["W8A8", "W8A16", "W4A16", "W4A8", "dequantized"]
 
@@ -48,6 +48,9 @@ class Running:
 
     mode: Mode
     reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.mode if self.reason is None else f"{self.mode}, since {self.reason}"
 
 
 def asked_mode(scheme: WeightScheme) -> Mode:
@@ -98,10 +101,6 @@ def _card(hardware: Hardware) -> str:
     return f"{hardware.name or 'this GPU'} has {major}.{minor}"
 
 
-SCHEMES: dict[str, WeightScheme]
-"""One of each kind, for tables."""
-
-
 def table(hardware: Hardware) -> Iterator[tuple[str, Running]]:
     """Every method by its name, and what it gets on a machine."""
     for name, scheme in SCHEMES.items():
@@ -109,8 +108,6 @@ def table(hardware: Hardware) -> Iterator[tuple[str, Running]]:
 
 
 def _schemes() -> dict[str, WeightScheme]:
-    from octavo.quantization.scheme import ActivationScheme
-
     fp8, int8 = ActivationScheme("fp8"), ActivationScheme("int8")
     found = (
         WeightScheme("fp8", "channel", activations=fp8),
@@ -128,3 +125,4 @@ def _schemes() -> dict[str, WeightScheme]:
 
 
 SCHEMES = _schemes()
+"""One of each kind, for tables."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,8 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.kernels import moe_ops
 from octavo.quantization.linear_method import cpu_lacks, widening_linear
+from octavo.quantization.scheme import QuantizationConfig
+from octavo.quantization.stored_tensor import StoredTensor
 
 Matrix = Literal["gate", "up", "down"]
 
@@ -57,6 +60,15 @@ class ExpertsMethod(ABC):
     def checkpoint_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """Name (`weight`, `weight_scale`, …) and full shape of each tensor that a checkpoint stores for
         one expert's matrix of that size."""
+
+    def stored(self, matrix: Matrix, out_features: int, in_features: int) -> dict[str, StoredTensor]:
+        """What a checkpoint stores for one expert's matrix, by the names' ends, with full shapes."""
+        shapes = self.checkpoint_tensors(out_features, in_features)
+        return {name: StoredTensor(shape) for name, shape in shapes.items()}
+
+    def recordable(self, layer: nn.Module) -> bool:
+        """Whether `apply` can be recorded in a device graph."""
+        return True
 
     @abstractmethod
     def load_shard(
@@ -142,12 +154,26 @@ class UnquantizedExpertsMethod(ExpertsMethod):
         return moe_ops.experts(x, w13, w2, weights, experts, linear)
 
 
-def experts_method(quantization: str | None, prefix: str) -> ExpertsMethod:
-    """The method for the experts of the layer named `prefix` under a quantization setting.
+def experts_method(
+    quantization: QuantizationConfig | None, prefix: str, names: Mapping[Matrix, str] | None = None
+) -> ExpertsMethod:
+    """The method for the experts of the layer named `prefix`.
+
+    Args:
+        quantization: of the model.
+        prefix: the layer.
+        names: what a checkpoint calls the first expert's matrices.
 
     Raises:
-        ConfigError: a setting that this version does not know.
+        ConfigError: a format that this version does not know.
     """
-    if quantization in (None, "gguf", "half", "int8"):  # the experts of such models are expanded
+    # The experts of models in these forms are expanded.
+    if quantization is None or quantization.format in ("gguf", "half", "int8"):
         return UnquantizedExpertsMethod()
-    raise ConfigError(f"quantization={quantization!r} is not supported by this version: leave it out")
+    if quantization.rules and names is not None:
+        from octavo.quantization.checkpoint_experts import checkpoint_experts  # which builds on this module
+
+        return checkpoint_experts(quantization, names)
+    raise ConfigError(
+        f"quantization by {quantization.format!r} is not supported for experts by this version: leave it out"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.triton.invariant_linear import invariant_linear
 from octavo.quantization.embedding_method import UnquantizedEmbeddingMethod
 from octavo.quantization.linear_method import LinearMethod
+from octavo.quantization.scheme import QuantizationConfig
 
 
 class InvariantLinearMethod(UnquantizedEmbeddingMethod):
@@ -28,15 +31,17 @@ class InvariantLinearMethod(UnquantizedEmbeddingMethod):
         return invariant_linear(x, layer.weight, bias)  # type: ignore[arg-type]
 
 
-def invariant_method(quantization: str | None, prefix: str) -> LinearMethod:
-    """The method for the layer named `prefix`.
+def invariant_method(
+    quantization: QuantizationConfig | None, prefix: str, parts: Sequence[str] = ()
+) -> LinearMethod:
+    """The method for the layer named `prefix`; arguments as for `linear_method`.
 
     Raises:
         ConfigError: weights are to be kept quantized.
     """
     if quantization is not None:
         raise ConfigError(
-            f"batch_invariant multiplies no quantized weights (quantization={quantization!r}): "
-            "use quantization='none', or leave batch_invariant out"
+            f"batch_invariant multiplies no quantized weights ({quantization.format}): use "
+            "quantization='none' (a GGUF file), an unquantized checkpoint, or leave batch_invariant out"
         )
     return InvariantLinearMethod()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -16,6 +16,9 @@ from octavo.errors import ConfigError
 from octavo.quantization import gpu_linear
 from octavo.quantization.gpu_linear import GatedActivation as GatedActivation
 from octavo.quantization.packed_linear import pack, packed_linear
+from octavo.quantization.scheme import QuantizationConfig
+from octavo.quantization.shard import Shard as Shard
+from octavo.quantization.stored_tensor import StoredTensor
 
 
 class AddingNorm(Protocol):
@@ -31,23 +34,21 @@ class AddingNorm(Protocol):
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which piece of a checkpoint's `[out, in]` matrix goes where in a layer's own matrix.
-
-    The piece is rows `row .. row + rows` and columns `col .. col + cols` of the checkpoint's matrix;
-    it becomes rows `target .. target + rows` (all columns) of the layer's.
-    """
-
-    target: int
-    row: int
-    rows: int
-    col: int
-    cols: int
-
-
 StoredRows = tuple[int, str]
 """Rows of a checkpoint's tensor, and the type that they are stored in: PyTorch's name, or GGML's ("Q4_K")."""
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """What a checkpoint stores under one name for a layer's matrix, or for some rows of it.
+
+    Attributes:
+        tensors: by the names' ends (`weight`, `weight_scale`, …), with full shapes.
+        load_shard: copies a shard of the full tensor of such a name into the layer.
+    """
+
+    tensors: dict[str, StoredTensor]
+    load_shard: Callable[[nn.Module, str, torch.Tensor, Shard], None]
 
 
 class LinearMethod(ABC):
@@ -81,6 +82,28 @@ class LinearMethod(ABC):
     @abstractmethod
     def load_shard(self, layer: nn.Module, name: str, tensor: torch.Tensor, shard: Shard) -> None:
         """Copy this rank's piece of the full checkpoint tensor `name` into `layer`."""
+
+    def part(
+        self, name: str, out_features: int, in_features: int, order: torch.Tensor | None = None
+    ) -> MatrixPart:
+        """What a checkpoint stores for the matrix `name`, `[out_features, in_features]`: all of the layer's,
+        or one of those that it holds side by side.
+
+        Args:
+            order: int64 `[out_features]`, the checkpoint's rows in the order in which the layer has them;
+                None: as they are. No shard's border parts rows that change places.
+
+        Raises:
+            ModelError: sizes that the format cannot pack.
+        """
+        shapes = self.checkpoint_tensors(out_features, in_features)
+
+        def load(layer: nn.Module, name: str, tensor: torch.Tensor, shard: Shard) -> None:
+            if order is not None:
+                tensor = tensor[order.to(tensor.device)]
+            self.load_shard(layer, name, tensor, shard)
+
+        return MatrixPart({name: StoredTensor(shape) for name, shape in shapes.items()}, load)
 
     def process_after_load(self, layer: nn.Module) -> None:  # noqa: B027 (optional hook)
         """Repack once all shards are there. A tied head's matrix is also its embedding's: take it away
@@ -260,11 +283,18 @@ class UnquantizedLinearMethod(LinearMethod):
         return super().apply_after(layer, norm, x, residual, bias, act)
 
 
-def linear_method(quantization: str | None, prefix: str) -> LinearMethod:
-    """The method for the layer named `prefix` under a quantization setting.
+def linear_method(
+    quantization: QuantizationConfig | None, prefix: str, parts: Sequence[str] = ()
+) -> LinearMethod:
+    """The method for the layer named `prefix`.
+
+    Args:
+        quantization: of the model; None: numbers in the activations' dtype.
+        prefix: a checkpoint may hold the layer's matrix under this name,
+        parts: or as several, side by side, under these.
 
     Raises:
-        ConfigError: a setting that this version does not know.
+        ConfigError: a format that this version does not know.
     """
     if quantization is None:
         return UnquantizedLinearMethod()
@@ -273,6 +303,12 @@ def linear_method(quantization: str | None, prefix: str) -> LinearMethod:
     from octavo.quantization.quantized_method import GGUFMethod, Int8Method
 
     for method in (GGUFMethod, HalfMethod, Int8Method):
-        if quantization == method.name:
+        if quantization.format == method.name:
             return method()
-    raise ConfigError(f"quantization={quantization!r} is not supported by this version: leave it out")
+    if quantization.rules:
+        from octavo.quantization.checkpoint_method import checkpoint_method
+
+        return checkpoint_method(quantization, prefix, parts)
+    raise ConfigError(
+        f"quantization by {quantization.format!r} is not supported by this version: leave it out"
+    )

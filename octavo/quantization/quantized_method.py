@@ -23,7 +23,7 @@ from octavo.quantization.linear_method import GatedActivation, Shard, StoredRows
 from octavo.quantization.quantized_tensor import QuantizedTensor, joined
 
 _STEP = 1 << 20  # weights that are quantized at a time: 4 MiB as float32
-_GATES: dict[GatedActivation, int] = {ops.silu_and_mul: quant.SILU, ops.gelu_tanh_and_mul: quant.GELU_TANH}
+GATES: dict[GatedActivation, int] = {ops.silu_and_mul: quant.SILU, ops.gelu_tanh_and_mul: quant.GELU_TANH}
 
 _PLAIN = UnquantizedEmbeddingMethod()
 
@@ -176,7 +176,7 @@ class QuantizedMethod(EmbeddingMethod):
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
     ) -> torch.Tensor:
-        matrix, gate = _store(layer).matrix, _GATES.get(act)
+        matrix, gate = _store(layer).matrix, GATES.get(act)
         if gate is None or not isinstance(matrix, quant.PackedMatrix) or not matrix.gates:
             return super().apply_gated(layer, x, bias, act)
         if x.dtype is torch.float16:

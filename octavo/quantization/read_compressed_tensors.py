@@ -119,8 +119,8 @@ def _activations(name: str, given: Mapping[str, Any] | None, where: str) -> Acti
     bits, kind = given.get("num_bits", 8), str(given.get("type", "int"))
     if bits != 8 or kind not in ("int", "float"):
         raise ModelError(
-            f"{where}: activations of {bits} bits of type {kind} ({name}) are not supported: use a checkpoint "
-            "with int 8 or float 8"
+            f"{where}: activations of {bits} bits of type {kind} ({name}) are not supported: use a "
+            "checkpoint with int 8 or float 8"
         )
     dynamic = bool(given.get("dynamic", False))
     strategy = given.get("strategy") or ("token" if dynamic else "tensor")

@@ -50,7 +50,10 @@ def read_quantization(raw: Mapping[str, Any], where: str) -> QuantizationConfig 
             given = part.get(key)
             if given:
                 if not isinstance(given, dict):
-                    raise ModelError(f"{where}: {key}={given!r} is no object: fetch the file again")
+                    raise ModelError(
+                        f"{where}: quantization by {key}={given!r} is not supported: use an unquantized "
+                        "checkpoint or a GGUF file"
+                    )
                 return read_quantization_entry(given, where)
     return None
 

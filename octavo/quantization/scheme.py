@@ -13,6 +13,8 @@ WeightStrategy = Literal["tensor", "channel", "group", "block"]
 ActivationKind = Literal["fp8", "int8"]
 ActivationStrategy = Literal["token", "tensor", "group"]
 
+FORMATS = ("compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes")
+"""Those of checkpoints in safetensors."""
 LINEAR = "Linear"  # the class name that stands for every linear layer among targets
 _EMBEDDING = "embed_tokens"
 
@@ -142,6 +144,12 @@ class QuantizationConfig:
         """Every scheme that some layer may have, once."""
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
 
+    @property
+    def label(self) -> str:
+        """Format and schemes, for people."""
+        names = ", ".join(scheme.name for scheme in self.schemes)
+        return f"{self.format} ({names})" if names else self.format
+
     @cached_property
     def _matchers(self) -> list[tuple[Rule, _Targets]]:
         return [(rule, _Targets(rule.targets)) for rule in self.rules]
@@ -167,6 +175,7 @@ class _Targets:
         return LINEAR in self._names and not prefix.endswith(_EMBEDDING)
 
 
-def setting(name: Literal["gguf", "half", "int8"]) -> QuantizationConfig:
-    """The configuration of a setting that says all by its name."""
-    return QuantizationConfig(name)
+def setting(name: str) -> QuantizationConfig:
+    """The configuration of a setting that says all by its name: gguf, half, int8."""
+    assert name in ("gguf", "half", "int8"), name
+    return QuantizationConfig(name)  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -13,8 +15,12 @@ from octavo.kernels.cpu import half
 from octavo.kernels.quant_ops import has_kernels
 from octavo.models.config import ModelConfig
 from octavo.models.locate import ModelSource
+from octavo.models.quantized import checkpoint_quantization
 from octavo.planning.hardware import detect_cpu, usable_cores
+from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.linear_method import cpu_lacks
+from octavo.quantization.local_hardware import hardware_of
+from octavo.quantization.scheme import FORMATS, QuantizationConfig, setting
 
 logger = logging.getLogger(__name__)
 
@@ -72,38 +78,69 @@ def choose_quantization(
     device: torch.device,
     model: ModelConfig,
     dtype: str,
-) -> str | None:
+    strict: bool = False,
+) -> QuantizationConfig | None:
     """How weights are stored, as `build_model` takes it: None for plain numbers in the model's dtype.
 
-    By default a GGUF file's encodings are kept on a CPU that has kernels for them. 16-bit floats are computed
-    on in float32 ("half") on one that has kernels for those, unless it multiplies them itself and may.
+    By default weights of a quantized checkpoint are kept as they are where the device has kernels for them, a
+    GGUF file's encodings on a CPU alone. 16-bit floats are computed on in float32 ("half") on a CPU that has
+    kernels for those, unless it multiplies them itself and may.
 
     Args:
         name: the setting.
         model: whose weights they are.
         dtype: the name of the activations' dtype, as `choose_dtype` gives it.
+        strict: refuse where something else is computed than the checkpoint asks for.
 
     Raises:
         ConfigError: a setting that does not fit the model or the device.
+        ModelError: a checkpoint quantized by a method that is not supported.
     """
+    found = checkpoint_quantization(source, model, load_format)
+    if found is not None:
+        if name not in (None, "none", found.format):
+            raise ConfigError(
+                f"quantization={name!r}: {source.name} is quantized already, by {found.format}: leave it "
+                "out, or use 'none' to expand it"
+            )
+        dense: Literal["plain", "half"] = "half" if _keeps_half(device, model.dtype, dtype) else "plain"
+        found = replace(found, dense=dense, dequantize=name == "none")
+        if strict:
+            _check_strict(found, device)
+        return found
+    if name in FORMATS:
+        raise ConfigError(f"quantization={name!r}: {source.name} is not quantized so: leave it out")
     stored = source.kind == "gguf" and load_format != "dummy"
     if name == "gguf" and not stored:
         reason = "random weights have none" if source.kind == "gguf" else f"{source.name} is none"
         raise ConfigError(
             f"quantization='gguf' keeps the encodings of a GGUF file, and {reason}: leave it out"
         )
-    if name not in (None, "none"):
-        return name
+    if name is not None and name != "none":
+        return setting(name)
     plain = not stored or model.extra.get("general.file_type") in _HALF_FILES
     if name is None and not plain and device.type == "cpu" and has_kernels():
-        return "gguf"
+        return setting("gguf")
     # Encoded numbers are expanded to the activations' dtype; floats beside float32 stay as they are.
     kept = model.dtype if plain and dtype == "float32" else dtype
+    return setting("half") if _keeps_half(device, kept, dtype) else None
+
+
+def _keeps_half(device: torch.device, kept: str, dtype: str) -> bool:
+    """Whether weights of type `kept` stay so on a CPU that computes on them in float32."""
     halves = ("bfloat16", "float16")
     computes_wide = dtype == "float32" or (dtype in halves and cpu_lacks(DTYPES[dtype]))
-    if device.type == "cpu" and kept in halves and computes_wide and half.panel():
-        return "half"
-    return None
+    return device.type == "cpu" and kept in halves and computes_wide and half.panel() > 0
+
+
+def _check_strict(found: QuantizationConfig, device: torch.device) -> None:
+    for scheme in found.schemes:
+        running = mode_of(found, scheme, hardware_of(device))
+        if running.reason is not None:
+            raise ConfigError(
+                f"quantization_strict: {scheme.name} would run as {running.mode}, since {running.reason}: "
+                "leave quantization_strict out, or use other hardware"
+            )
 
 
 def set_threads(config: EngineConfig, device: torch.device) -> int:

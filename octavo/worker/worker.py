@@ -33,6 +33,8 @@ from octavo.models.locate import ModelSource, configured_model, configured_token
 from octavo.models.pooling_config import pooling_settings
 from octavo.planning.budget import useful_blocks, with_slack
 from octavo.planning.ledger import Ledger
+from octavo.quantization.checkpoint_method import describe_modes, mode_of
+from octavo.quantization.local_hardware import hardware_of
 from octavo.sampling_params import SamplingParams
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.batch_invariance import check_batch_invariant
@@ -154,7 +156,13 @@ class Worker:
         check_batch_invariant(config, self.device, self.model_config, self.pooling is not None)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         self.quantization = choose_quantization(
-            config.quantization, source, config.load_format, self.device, self.model_config, self.dtype
+            config.quantization,
+            source,
+            config.load_format,
+            self.device,
+            self.model_config,
+            self.dtype,
+            config.quantization_strict,
         )
         wanted = self._wanted_length(self.model_config)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
@@ -177,7 +185,8 @@ class Worker:
     def _given_dtype(self) -> str:
         """The name of the dtype in which weights that are made (random, or decoded) come."""
         random = self.config.load_format == "dummy"
-        return self.model_config.dtype if random and self.quantization == "half" else self.dtype
+        half = self.quantization is not None and self.quantization.format == "half"
+        return self.model_config.dtype if random and half else self.dtype
 
     def _calibration_tokens(self, source: ModelSource, most: int) -> CalibrationTokens:
         """What the scales of an FP8 cache are calibrated on; there may be models without a tokenizer."""
@@ -208,7 +217,8 @@ class Worker:
 
     def _arithmetic(self) -> str:
         """What decides how KV values are rounded: for the root of their keys."""
-        kinds = [self.dtype, self.quantization, "batch_invariant" if self.config.batch_invariant else None]
+        invariant = "batch_invariant" if self.config.batch_invariant else None
+        kinds = (self.dtype, self._describe_quantization(), invariant)
         return "+".join(kind for kind in kinds if kind is not None)
 
     def execute(self, plan: StepPlan) -> Launched:
@@ -443,8 +453,21 @@ class Worker:
         tensors = (*self.model.parameters(), *self.model.buffers())
         nbytes = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
         described = {"gguf": "as the GGUF file encodes them", "half": "16-bit floats as the checkpoint's"}
-        kept = described.get(self.quantization, self.quantization)
+        if self.quantization.rules:
+            modes = describe_modes(self.quantization, hardware_of(self.device))
+            kept = f"{self.quantization.format}: {'; '.join(modes)}"
+        else:
+            kept = described.get(self.quantization.format, self.quantization.format)
         return f"{kept} ({nbytes / 1e6:.0f} MB)"
+
+    def _describe_quantization(self) -> str | None:
+        """How weights are rounded, and what is computed with them."""
+        if self.quantization is None or not self.quantization.rules:
+            return None if self.quantization is None else self.quantization.format
+        hardware = hardware_of(self.device)
+        config = self.quantization
+        modes = (f"{scheme.name}:{mode_of(config, scheme, hardware).mode}" for scheme in config.schemes)
+        return ",".join((config.format, *modes))
 
     def _describe_device(self, threads: int) -> str:
         if self.device.type == "cuda":

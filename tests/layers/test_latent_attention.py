@@ -41,7 +41,7 @@ def build(dtype: torch.dtype = torch.float32, group: TensorParallelGroup | None 
         block_size=8,
         kv_dtype=str(dtype).removeprefix("torch."),
         group=group or TensorParallelGroup(),
-        linear_method=lambda prefix: UnquantizedLinearMethod(),
+        linear_method=lambda prefix, parts=(): UnquantizedLinearMethod(),
     )
 
 

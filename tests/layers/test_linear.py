@@ -22,6 +22,7 @@ from octavo.layers.linear import (
 from octavo.models.targets import missing
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.quantization.linear_method import linear_method, widening_linear
+from octavo.quantization.scheme import QuantizationConfig
 from tests.parallel.threads import on_ranks
 
 
@@ -172,8 +173,8 @@ def test_group_in_force():
 
 
 def test_choices_that_are_refused():
-    with pytest.raises(ConfigError, match="quantization='nf3'"):
-        linear_method("nf3", "layer")
+    with pytest.raises(ConfigError, match="quantization by 'nf3'"):
+        linear_method(QuantizationConfig("nf3"), "layer")
     with pytest.raises(ModelError, match="hidden_act='mish'"):
         gated_activation("mish")
     with pytest.raises(ConfigError, match="attention_backend='flash' is not known"):

@@ -246,7 +246,7 @@ RAW = {**BASE, "architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_g
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "'fp8'"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ({"n_group": 3}, "2 groups for each token, of 3 of 8 experts"),
         ({"qk_rope_head_dim": 7}, "rope turns 7 dimensions"),

@@ -21,6 +21,7 @@ from octavo.models.locate import ModelSource, find_model
 from octavo.models.transformers_config import model_config_from_raw
 from octavo.models.transformers_layers import SharedInput
 from octavo.models.transformers_model import TransformersForCausalLM
+from octavo.quantization.scheme import QuantizationConfig
 from tests import tiny
 from tests.models.paged import PagedRun
 
@@ -161,7 +162,8 @@ def test_logits_and_64_greedy_tokens_equal_transformers(family: str):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "GPT2", "OPT"])
 def test_int8_weights(family: str):
-    ours = PagedRun(load(checkpoint(family), quantization="int8"), len(texts()), 128).prompts(texts(), 1000)
+    model = load(checkpoint(family), quantization=QuantizationConfig("int8"))
+    ours = PagedRun(model, len(texts()), 128).prompts(texts(), 1000)
     for a, b in zip(ours, expected(family), strict=True):
         assert float((a - b).std() / b.std()) < 0.1
 

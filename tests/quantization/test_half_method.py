@@ -22,6 +22,7 @@ from octavo.models.locate import ModelSource, find_model
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.half_method import HalfMethod
 from octavo.quantization.linear_method import linear_method
+from octavo.quantization.scheme import setting
 from octavo.worker import device as worker_device
 from octavo.worker.device import choose_quantization
 from tests import tiny
@@ -43,7 +44,14 @@ def built(
 ) -> None:
     """Make and fill layers, as the loader does."""
     build = BuildContext(
-        dtype, CPU, 64, "torch", 8, "float32", group or TensorParallelGroup(), partial(linear_method, "half")
+        dtype,
+        CPU,
+        64,
+        "torch",
+        8,
+        "float32",
+        group or TensorParallelGroup(),
+        partial(linear_method, setting("half")),
     )
     with torch.no_grad():
         for name, layer in layers.items():
@@ -174,7 +182,12 @@ def load(path: Path, quantization: str | None, dtype: torch.dtype = torch.float3
     source = find_model(str(path))
     config = load_model_config(source)
     model = build_model(
-        config, dtype=dtype, device="cpu", max_model_len=tiny.CONTEXT, block_size=8, quantization=quantization
+        config,
+        dtype=dtype,
+        device="cpu",
+        max_model_len=tiny.CONTEXT,
+        block_size=8,
+        quantization=None if quantization is None else setting(quantization),
     )
     weights = iterate_weights(source, config, load_targets(model), "auto", dtype, "cpu", progress=False)
     load_weights(model, weights)
@@ -207,7 +220,8 @@ def test_when_16_bit_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def choice(
         name: str | None, source: ModelSource, model: Any, dtype: str, device: str = "cpu"
     ) -> str | None:
-        return choose_quantization(name, source, "auto", torch.device(device), model, dtype)
+        found = choose_quantization(name, source, "auto", torch.device(device), model, dtype)
+        return None if found is None else found.format
 
     assert choice(None, folder, bf16, "float32") == choice("none", folder, bf16, "float32") == "half"
     assert choice(None, folder, bf16, "bfloat16") == "half"

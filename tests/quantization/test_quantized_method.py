@@ -26,6 +26,7 @@ from octavo.models.locate import ModelSource, find_model
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.linear_method import linear_method
 from octavo.quantization.quantized_tensor import QuantizedTensor
+from octavo.quantization.scheme import setting
 from octavo.worker.device import choose_quantization
 from tests import tiny
 from tests.kernels.quant_cases import FORMATS, matrix
@@ -63,7 +64,7 @@ def built(
         8,
         "float32",
         group or TensorParallelGroup(),
-        partial(linear_method, quantization),
+        partial(linear_method, setting(quantization)),
     )
     with torch.no_grad():
         for name, layer in layers.items():
@@ -212,14 +213,19 @@ def test_sizes_are_known_before_anything_is_loaded() -> None:
     built({"kv": loaded}, weights, "int8")
     assert sum(b.nbytes for b in loaded.buffers()) == 16 * 64 * 34 // 32
     with pytest.raises(ConfigError, match="runs on a CPU"):
-        linear_method("int8", "a").create_weights(layer, 8, 8, torch.float32, torch.device("cuda"))
+        linear_method(setting("int8"), "a").create_weights(layer, 8, 8, torch.float32, torch.device("cuda"))
 
 
 def load(path: Path, quantization: str | None, dtype: torch.dtype = torch.float32) -> Any:
     source = find_model(str(path))
     config = load_model_config(source)
     model = build_model(
-        config, dtype=dtype, device="cpu", max_model_len=tiny.CONTEXT, block_size=8, quantization=quantization
+        config,
+        dtype=dtype,
+        device="cpu",
+        max_model_len=tiny.CONTEXT,
+        block_size=8,
+        quantization=None if quantization is None else setting(quantization),
     )
     weights = iterate_weights(source, config, load_targets(model), "auto", dtype, "cpu", progress=False)
     load_weights(model, weights)
@@ -270,7 +276,8 @@ def test_what_the_setting_means(monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(load_model_config(find_model(str(tiny.checkpoint("llama")))), dtype="float32")
 
     def choice(name: str | None, source: ModelSource, load_format: str, device: str = "cpu") -> str | None:
-        return choose_quantization(name, source, load_format, torch.device(device), model, "float32")
+        found = choose_quantization(name, source, load_format, torch.device(device), model, "float32")
+        return None if found is None else found.format
 
     monkeypatch.setattr("octavo.worker.device.has_kernels", lambda: True)
     assert choice(None, file, "auto") == "gguf"

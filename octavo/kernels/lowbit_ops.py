@@ -1,0 +1,102 @@
+"""Products with weights of 8 and 4 bits, each by the fastest kernel for its tensors' device; meaning:
+`reference_lowbit`, whose plain versions also run where a device has no kernels."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from octavo.kernels import reference_lowbit
+from octavo.kernels.reference_lowbit import Activation
+
+_TRITON = "octavo.kernels.triton.lowbit"
+
+
+@functools.cache
+def _kernels(device_type: str) -> Any:
+    """The module whose functions serve a device's tensors."""
+    if device_type != "cuda":
+        return reference_lowbit
+    try:
+        return importlib.import_module(_TRITON)
+    except ImportError:  # without Triton, of which `octavo.kernels.ops` warns
+        return reference_lowbit
+
+
+def _of(x: torch.Tensor, name: str) -> Any:
+    kernels = _kernels(x.device.type)
+    return getattr(kernels, name, None) or getattr(reference_lowbit, name)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `reference_lowbit.fp8_linear`."""
+    return _of(x, "fp8_linear")(x, weight, scale, bias, input_scale, act)
+
+
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `reference_lowbit.fp8_block_linear`."""
+    return _of(x, "fp8_block_linear")(x, weight, scale, bias, act)
+
+
+def int8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `reference_lowbit.int8_linear`."""
+    return _of(x, "int8_linear")(x, weight, scale, bias, input_scale, act)
+
+
+def weight_only_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `reference_lowbit.weight_only_linear`."""
+    return _of(x, "weight_only_linear")(x, weight, scale, bias, act)
+
+
+def int4_linear(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `reference_lowbit.int4_linear`."""
+    return _of(x, "int4_linear")(x, qweight, scales, zeros, perm, bias, act)
+
+
+def nf4_linear(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `reference_lowbit.nf4_linear`."""
+    return _of(x, "nf4_linear")(x, qweight, scales, codebook, bias, act)

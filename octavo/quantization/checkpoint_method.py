@@ -1,0 +1,297 @@
+"""Matrices of quantized checkpoints, of any format, in the form that the device multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from octavo.errors import ModelError
+from octavo.quantization import capability
+from octavo.quantization.capability import Hardware, Running
+from octavo.quantization.checkpoint_runners import DenseRunner, MatricesRunner, PackedRunner, Runner, packable
+from octavo.quantization.layout import DenseLayout, Layout
+from octavo.quantization.layout_bitsandbytes import Bits4Layout, Int8Layout
+from octavo.quantization.layout_compressed_tensors import CompressedLayout, Fp8Layout, PackedLayout
+from octavo.quantization.layout_gptq import AWQLayout, GPTQLayout
+from octavo.quantization.linear_method import (
+    AddingNorm,
+    GatedActivation,
+    LinearMethod,
+    MatrixPart,
+    StoredRows,
+    UnquantizedLinearMethod,
+)
+from octavo.quantization.local_hardware import hardware_of
+from octavo.quantization.matrices import Matrix, Matrix8, blank_matrix, join
+from octavo.quantization.scheme import QuantizationConfig, Rule, WeightScheme
+from octavo.quantization.shard import Shard
+
+Dense = Literal["plain", "half"]
+
+
+def checkpoint_method(config: QuantizationConfig, prefix: str, parts: Sequence[str] = ()) -> LinearMethod:
+    """The method of a layer; `prefix` and `parts` as for `linear_method`."""
+    rules = {name: config.rule_for(name) for name in (*parts, prefix)}
+    if all(rule is None for rule in rules.values()):
+        return dense_method(config.dense)
+    return CheckpointMethod(config, rules)
+
+
+def dense_method(kind: Dense) -> LinearMethod:
+    """The method of a layer that is not quantized."""
+    from octavo.quantization.half_method import HalfMethod
+
+    return HalfMethod() if kind == "half" else UnquantizedLinearMethod()
+
+
+def layout_of(config: QuantizationConfig, rule: Rule | None) -> Layout:
+    """How the matrices of a rule are packed; None: they are not quantized."""
+    if rule is None or rule.scheme is None:
+        return DenseLayout()
+    makers: dict[str, Callable[[Rule], Layout]] = {"gptq": GPTQLayout, "awq": AWQLayout, "fp8": Fp8Layout}
+    if config.format == "bitsandbytes":
+        return Int8Layout() if rule.layout == "int8" else Bits4Layout(rule)
+    if config.format == "compressed-tensors":
+        return PackedLayout(rule) if rule.layout == "pack-quantized" else CompressedLayout(rule)
+    return makers[config.format](rule)
+
+
+def mode_of(config: QuantizationConfig, scheme: WeightScheme, hardware: Hardware) -> Running:
+    """What a matrix of a scheme gets, under a config that may ask for all to be dequantized."""
+    if config.dequantize:
+        return Running("dequantized", "quantization='none' asks for it")
+    return capability.running(scheme, hardware)
+
+
+def describe_modes(config: QuantizationConfig, hardware: Hardware) -> list[str]:
+    """For each scheme of a checkpoint its name, and what runs instead where that differs, with the reason."""
+    out = []
+    for scheme in config.schemes:
+        running = mode_of(config, scheme, hardware)
+        out.append(scheme.name if running.reason is None else f"{scheme.name} as {running}")
+    return out
+
+
+@dataclass
+class _Piece:
+    """One part's tensors, as far as they have come."""
+
+    name: str
+    layout: Layout
+    rule: Rule | None
+    shard: Shard
+    columns: int
+    order: torch.Tensor | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class CheckpointMethod(LinearMethod):
+    """A layer's quantized matrix, some parts of which may be of another scheme, or not quantized.
+
+    The tensors are copied to the device as they come; once all are there, `layer.runner` is made of them.
+
+    Args:
+        config: of the model.
+        rules: by the names of the parts, and of the whole.
+    """
+
+    def __init__(self, config: QuantizationConfig, rules: dict[str, Rule | None]):
+        self.config = config
+        self.rules = rules
+        self.name = config.format
+
+    def part(
+        self, name: str, out_features: int, in_features: int, order: torch.Tensor | None = None
+    ) -> MatrixPart:
+        rule = self.rules.get(name, next(iter(self.rules.values())))
+        layout = layout_of(self.config, rule)
+        tensors = layout.tensors(out_features, in_features)
+        for key, stored in tensors.items():
+            stored.check(f"{name}.{key}", out_features, in_features)
+
+        def load(layer: nn.Module, key: str, tensor: torch.Tensor, shard: Shard) -> None:
+            pieces: dict[int, _Piece] = layer.pieces  # type: ignore[assignment]
+            piece = pieces.get(shard.target)
+            if piece is None:
+                local = None if order is None else order[shard.row : shard.row + shard.rows] - shard.row
+                piece = _Piece(name, layout, rule, shard, in_features, local)
+                pieces[shard.target] = piece
+            stored, full = tensors[key], f"{name}.{key}"
+            view = stored.cut(full, layout.arranged(key, tensor, out_features, in_features), shard)
+            device: torch.device = layer.matrix_device  # type: ignore[assignment]
+            kept = torch.empty(view.shape, dtype=view.dtype, device=device)
+            kept.copy_(view)
+            stored.check_numbers(full, kept)
+            piece.tensors[key] = kept
+
+        shapes = {
+            key: replace(
+                stored,
+                axes=layout.stored_shape(key, out_features, in_features)
+                or stored.shape(out_features, in_features),
+            )
+            for key, stored in tensors.items()
+        }
+        return MatrixPart(shapes, load)
+
+    def checkpoint_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        part = self.part(next(reversed(self.rules)), out_features, in_features)
+        return {key: stored.shape(out_features, in_features) for key, stored in part.tensors.items()}
+
+    def load_shard(self, layer: nn.Module, name: str, tensor: torch.Tensor, shard: Shard) -> None:
+        rows, columns = layer.matrix_shape  # type: ignore[misc]
+        self.part(next(reversed(self.rules)), int(rows), int(columns)).load_shard(layer, name, tensor, shard)
+
+    def create_weights(
+        self, layer: nn.Module, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        layer.pieces = {}  # type: ignore[assignment]
+        layer.matrix_shape = (out_features, in_features)  # type: ignore[assignment]
+        layer.matrix_device = device  # type: ignore[assignment]
+        layer.activation_dtype = dtype  # type: ignore[assignment]
+        if device.type == "meta":  # sizes alone are asked for
+            self._blank(layer).register(layer)
+
+    def process_after_load(self, layer: nn.Module) -> None:
+        runner = self._made(layer) if layer.pieces else self._blank(layer)
+        layer.runner = runner  # type: ignore[assignment]
+        runner.register(layer)
+
+    def _blank(self, layer: nn.Module) -> Runner:
+        """A runner of tensors of the right sizes, all of one part's scheme, for runs without weights."""
+        rows, columns = layer.matrix_shape  # type: ignore[misc]
+        dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
+        device: torch.device = layer.matrix_device  # type: ignore[assignment]
+        scheme = next(rule.scheme for rule in self.rules.values() if rule is not None)
+        assert scheme is not None
+        hardware = hardware_of(device)
+        running = mode_of(self.config, scheme, hardware)
+        if running.mode == "dequantized" or hardware.kind == "cpu":
+            return DenseRunner(dense_method(self.config.dense), [], columns, dtype, device, rows)
+        blank = blank_matrix(scheme, int(rows), int(columns), dtype, device)
+        return MatricesRunner([of_mode(blank, running)])
+
+    def _made(self, layer: nn.Module) -> Runner:
+        """The runner of what was loaded, which is let go."""
+        pieces: dict[int, _Piece] = layer.pieces  # type: ignore[assignment]
+        rows, columns = layer.matrix_shape  # type: ignore[misc]
+        dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
+        device: torch.device = layer.matrix_device  # type: ignore[assignment]
+        hardware = hardware_of(device)
+        matrices: list[Matrix] = []
+        modes: list[Running | None] = []
+        for target in sorted(pieces):
+            piece = pieces.pop(target)
+            matrix = piece.layout.matrix(piece.name, piece.tensors, piece.shard, piece.columns)
+            if piece.order is not None:
+                matrix = matrix.taken(piece.order.to(device))
+            scheme = None if piece.rule is None else piece.rule.scheme
+            mode = None if scheme is None else mode_of(self.config, scheme, hardware)
+            matrices.append(matrix)
+            modes.append(mode)
+        found = sum(matrix.rows for matrix in matrices)
+        if found != rows:
+            raise ModelError(
+                f"{next(iter(self.rules))}: {found} of the matrix' {rows} rows were found; quantized heads "
+                "cannot be padded over ranks: use a tensor_parallel_size that divides the vocabulary"
+            )
+        return self._runner(matrices, modes, int(columns), dtype, device, hardware)
+
+    def _runner(
+        self,
+        matrices: list[Matrix],
+        modes: list[Running | None],
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        hardware: Hardware,
+    ) -> Runner:
+        expanded = [mode is None or mode.mode == "dequantized" for mode in modes]
+        if hardware.kind == "cpu":
+            packed = None if any(expanded) else packable(matrices)
+            if packed is not None:
+                return PackedRunner(packed, columns)
+            expanded = [True] * len(matrices)
+        if all(expanded):
+            return DenseRunner(dense_method(self.config.dense), matrices, columns, dtype, device)
+        kept = []
+        for matrix, mode, dense in zip(matrices, modes, expanded, strict=True):
+            if dense:
+                matrix = DenseRunner.expand(matrix, dtype)
+            elif mode is not None:
+                matrix = of_mode(matrix, mode)
+            kept.append(matrix.for_activations(dtype))
+        return MatricesRunner(join(kept))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _runner_of(layer).apply(x, bias)
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
+    ) -> torch.Tensor:
+        return _runner_of(layer).apply_gated(x, bias, act)
+
+    def apply_after(
+        self,
+        layer: nn.Module,
+        norm: AddingNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        act: GatedActivation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _runner_of(layer).apply_after(norm, x, residual, bias, act)
+
+    def _part_rules(self) -> list[Rule | None]:
+        rules = list(self.rules.values())
+        return rules[:-1] or rules
+
+    def kept_bytes(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        rules = self._part_rules()
+        if len(parts) != len(rules):
+            rules = [rules[0]] * len(parts)
+        rows = [(n, rule) for (n, _), rule in zip(parts, rules, strict=True)]
+        return self._bytes(rows, columns, dtype, device)
+
+    def _bytes(
+        self,
+        parts: Sequence[tuple[int, Rule | None]],
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> int:
+        """Bytes of parts of so many rows each."""
+        total = 0
+        width = 2 if self.config.dense == "half" else dtype.itemsize
+        for rows, rule in parts:
+            scheme = None if rule is None else rule.scheme
+            if scheme is None:
+                total += rows * columns * width
+                continue
+            hardware = hardware_of(device)
+            if mode_of(self.config, scheme, hardware).mode == "dequantized":
+                total += rows * columns * width
+            elif hardware.kind == "cpu":
+                total += PackedRunner.bytes_of(scheme, rows, columns)
+            else:
+                blank = blank_matrix(scheme, rows, columns, dtype, torch.device("meta"))
+                total += sum(tensor.nbytes for tensor in blank.tensors.values())
+        return total
+
+
+def of_mode(matrix: Matrix, running: Running) -> Matrix:
+    """The matrix with activations as the mode has them."""
+    if isinstance(matrix, Matrix8) and running.mode == "W8A16":
+        return replace(matrix, activations=None, input_scale=None)
+    return matrix
+
+
+def _runner_of(layer: nn.Module) -> Runner:
+    runner: Runner = layer.runner  # type: ignore[assignment]
+    return runner

@@ -1,0 +1,220 @@
+"""The tensors of compressed-tensors (https://github.com/neuralmagic/compressed-tensors), and of the "fp8"
+format, which stores the same numbers under other names."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kernels.reference_lowbit import FP8
+from octavo.quantization.layout import (
+    COLUMNS,
+    ROWS,
+    Layout,
+    Pieces,
+    codes_dummy,
+    fp8_dummy,
+    fp8_scale_dummy,
+    int4_matrix,
+    int4_scale_dummy,
+    int8_dummy,
+    int8_scale_dummy,
+    ones_dummy,
+    order_of_groups,
+)
+from octavo.quantization.matrices import Matrix, Matrix8
+from octavo.quantization.scheme import Rule, WeightScheme
+from octavo.quantization.shard import Shard
+from octavo.quantization.stored_tensor import FLOATS, INTEGERS, Axis, StoredTensor
+
+_ANY = frozenset({torch.int8, torch.int32, FP8}) | FLOATS
+
+
+class _Scaled(Layout):
+    """What both formats share: scales by a strategy, and static scales of activations."""
+
+    def __init__(self, scheme: WeightScheme, scale_name: str = "weight_scale"):
+        self.scheme = scheme
+        self.scale_name = scale_name
+
+    def _scale(self, dummy: object) -> StoredTensor:
+        """The tensor of scales."""
+        scheme = self.scheme
+        common = {"scale": True, "dummy": dummy}
+        if scheme.strategy == "tensor":
+            return StoredTensor((1,), other_shapes=((), (1, 1)), **common)  # type: ignore[arg-type]
+        if scheme.strategy == "channel":
+            return StoredTensor((ROWS, 1), **common)  # type: ignore[arg-type]
+        if scheme.strategy == "block":
+            assert scheme.block is not None
+            axes = (Axis("rows", scheme.block[0], True), Axis("columns", scheme.block[1], True))
+            return StoredTensor(axes, **common)  # type: ignore[arg-type]
+        assert scheme.group_size is not None
+        return StoredTensor((ROWS, Axis("columns", scheme.group_size)), **common)  # type: ignore[arg-type]
+
+    def _activations(self) -> dict[str, StoredTensor]:
+        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
+        return {
+            "input_scale": StoredTensor(
+                (1,),
+                optional=not static,
+                scale=static,
+                dummy=ones_dummy if static else None,
+                other_shapes=((), (1, 1)),
+            )
+        }
+
+    def _matrix8(self, pieces: Pieces, shard: Shard) -> Matrix8:
+        scale = pieces[self.scale_name].float()
+        if self.scheme.strategy == "tensor":
+            scale = scale.reshape(1).expand(shard.rows).contiguous()
+        elif self.scheme.strategy == "channel":
+            scale = scale.reshape(-1)
+        activations = self.scheme.activations
+        static = activations is not None and not activations.dynamic
+        return Matrix8(
+            pieces["weight"],
+            scale.contiguous(),
+            activations,
+            pieces["input_scale"].float().reshape(1) if static else None,
+        )
+
+
+class Fp8Layout(_Scaled):
+    """ "fp8": `weight`, and `weight_scale_inv` (by which a code is multiplied all the same) of blocks, or
+    `weight_scale` of the tensor."""
+
+    def __init__(self, rule: Rule):
+        assert rule.scheme is not None
+        super().__init__(rule.scheme, "weight_scale_inv" if rule.layout == "block" else "weight_scale")
+
+    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        weight = StoredTensor((ROWS, COLUMNS), frozenset({FP8}), dummy=fp8_dummy)
+        return {"weight": weight, self.scale_name: self._scale(fp8_scale_dummy), **self._activations()}
+
+    def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
+        return self._matrix8(pieces, shard)
+
+
+class CompressedLayout(_Scaled):
+    """float-quantized, int-quantized and naive-quantized: `weight` in a type of its own."""
+
+    def __init__(self, rule: Rule):
+        assert rule.scheme is not None
+        super().__init__(rule.scheme)
+        self.int8 = rule.scheme.kind == "int8"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        dtype, dummy = (torch.int8, int8_dummy) if self.int8 else (FP8, fp8_dummy)
+        scale = self._scale(int8_scale_dummy if self.int8 else fp8_scale_dummy)
+        asymmetric = not self.scheme.symmetric
+        return {
+            "weight": StoredTensor((ROWS, COLUMNS), frozenset({dtype}), dummy=dummy),
+            "weight_scale": scale,
+            # Zeros, where the scheme is symmetric; older files store them.
+            "weight_zero_point": StoredTensor(
+                scale.axes, _ANY, not asymmetric, other_shapes=scale.other_shapes
+            ),
+            "input_zero_point": StoredTensor((1,), _ANY, True, other_shapes=((), (1, 1))),
+            **self._activations(),
+        }
+
+    def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
+        plain = self._matrix8(pieces, shard)
+        if self.scheme.symmetric:
+            return plain
+        scale = plain.scale.reshape(shard.rows, -1)
+        zeros = pieces["weight_zero_point"].float().reshape(-1, scale.shape[1]).expand_as(scale)
+        return Matrix8(plain.weight, scale, zeros=zeros)
+
+
+class PackedLayout(_Scaled):
+    """pack-quantized: codes of 4 or 8 bits, made unsigned, in words of 32 bits."""
+
+    def __init__(self, rule: Rule):
+        assert rule.scheme is not None
+        super().__init__(rule.scheme)
+        self.per_word = 32 // rule.scheme.bits
+
+    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        scheme = self.scheme
+        scale = self._scale(int4_scale_dummy if scheme.bits == 4 else int8_scale_dummy)
+        words = frozenset({torch.int32})
+        packed = StoredTensor((ROWS, Axis("columns", self.per_word)), words, dummy=codes_dummy)
+        packed_zeros = StoredTensor((Axis("rows", self.per_word), *scale.axes[1:]), words)
+        plain_zeros = StoredTensor(scale.axes, _ANY, True)  # zeros, in older files of symmetric weights
+        return {
+            "weight_packed": packed,
+            "weight_scale": scale,
+            "weight_shape": StoredTensor((2,), INTEGERS, True),
+            "weight_zero_point": plain_zeros if scheme.symmetric else packed_zeros,
+            "weight_g_idx": StoredTensor((COLUMNS,), INTEGERS, not scheme.act_order),
+            **self._activations(),
+        }
+
+    def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
+        g_idx = pieces["weight_g_idx"] if self.scheme.act_order else None
+        if g_idx is not None and shard.cols != columns:
+            raise ConfigError(
+                f"{name}: a matrix with act order cannot be split by columns: use tensor_parallel_size=1, or "
+                "a checkpoint without it"
+            )
+        scale = pieces["weight_scale"]
+        if self.scheme.strategy == "tensor":
+            scale = scale.reshape(1, 1).expand(shard.rows, 1)
+        zeros = None if self.scheme.symmetric else pieces["weight_zero_point"]
+        if self.scheme.bits == 4:
+            return int4_matrix(
+                name,
+                pieces["weight_packed"].T,
+                scale.T,
+                None if zeros is None else zeros.T.contiguous(),
+                g_idx,
+            )
+        return int8_matrix(name, bytes_of_words(pieces["weight_packed"]), scale, bytes_of(zeros), g_idx)
+
+
+def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
+    """uint8 `[N, 4 C]` of int32 `[N, C]`, the lowest byte first."""
+    return words.contiguous().view(torch.uint8)
+
+
+def bytes_of(zeros: torch.Tensor | None) -> torch.Tensor | None:
+    """uint8 `[4 C, G]` of int32 `[C, G]`, the lowest byte first."""
+    return None if zeros is None else bytes_of_words(zeros.T).T
+
+
+def int8_matrix(
+    name: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    g_idx: torch.Tensor | None,
+) -> Matrix8:
+    """The int8 form, weights only, of unsigned codes.
+
+    Args:
+        name: of the matrix, for messages.
+        codes: uint8 `[N, K]`.
+        scale: `[N, groups]`.
+        zeros: uint8 `[N, groups]`; None: 128.
+        g_idx: the group of each column, or None.
+
+    Returns:
+        With zero points, or groups of columns that lie apart, a matrix that can only be dequantized.
+    """
+    weight = (codes.short() - 128).to(torch.int8)
+    scale = scale.float()
+    perm = None if g_idx is None else order_of_groups(name, g_idx, scale.shape[1])
+    if zeros is not None and bool((zeros == 128).all()):
+        zeros = None
+    if perm is not None:  # a scale for each column
+        assert g_idx is not None
+        scale = scale[:, g_idx.long()]
+        zeros = None if zeros is None else zeros[:, g_idx.long()]
+    flat = scale.shape[1] == 1 and zeros is None
+    return Matrix8(
+        weight,
+        scale.reshape(-1).contiguous() if flat else scale.contiguous(),
+        zeros=None if zeros is None else zeros.float() - 128,
+    )

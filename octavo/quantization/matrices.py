@@ -1,0 +1,287 @@
+"""Quantized matrices as a device keeps them: the forms of `octavo.kernels.reference_lowbit`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from octavo.kernels import lowbit_ops
+from octavo.kernels.reference_lowbit import (
+    FP8,
+    FP8_BLOCK,
+    Activation,
+    dequantize_8bit,
+    dequantize_int4,
+    dequantize_nf4,
+    pack_columns,
+    unpack_columns,
+)
+from octavo.quantization import gpu_linear
+from octavo.quantization.scheme import ActivationScheme, WeightScheme
+
+_EIGHTS = -0x77777778  # the int32 of eight nibbles of 8
+_M = TypeVar("_M", bound="Matrix")
+
+
+@dataclass(frozen=True)
+class Matrix(ABC):
+    """A matrix `[N, K]`, or some of its rows."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """N."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it consists of, by the forms' names."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
+    @abstractmethod
+    def dequantize(self) -> torch.Tensor:
+        """float32 `[N, K]`."""
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
+        """`x @ W^T + bias`, or `act` of it: `[rows, K]` to `[rows, N]`, in `x`'s dtype."""
+
+    @abstractmethod
+    def joined(self: _M, below: _M) -> _M | None:
+        """One matrix of the same kind with the rows of both; None where there is no such form."""
+
+    @abstractmethod
+    def taken(self: _M, order: torch.Tensor) -> _M:
+        """The rows in another order, int64 `[N]`."""
+
+    def for_activations(self: _M, dtype: torch.dtype) -> _M:
+        """The same with scales of the type that the kernels take beside activations of `dtype`."""
+        return self
+
+
+def join(parts: Sequence[Matrix]) -> list[Matrix]:
+    """The same rows in as few matrices as there are forms for."""
+    out: list[Matrix] = []
+    for part in parts:
+        last = out[-1] if out else None
+        both = last.joined(part) if last is not None and type(last) is type(part) else None
+        if both is None:
+            out.append(part)
+        else:
+            out[-1] = both
+    return out
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
+
+
+@dataclass(frozen=True)
+class DenseMatrix(Matrix):
+    """Not quantized: `weight [N, K]`."""
+
+    weight: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    def dequantize(self) -> torch.Tensor:
+        return self.weight.float()
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
+        if gpu_linear.serves(x):
+            return gpu_linear.linear(x, self.weight, bias, act)
+        out = F.linear(x, self.weight, bias)
+        return out if act is None else act(out)
+
+    def joined(self, below: DenseMatrix) -> DenseMatrix | None:
+        return DenseMatrix(torch.cat((self.weight, below.weight)))
+
+    def taken(self, order: torch.Tensor) -> DenseMatrix:
+        return DenseMatrix(self.weight[order])
+
+    def for_activations(self, dtype: torch.dtype) -> DenseMatrix:
+        return DenseMatrix(self.weight.to(dtype))
+
+
+@dataclass(frozen=True)
+class Int4Matrix(Matrix):
+    """int4, with `scales` in the checkpoint's type until they are for activations."""
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    perm: torch.Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return self.qweight.shape[1]
+
+    def dequantize(self) -> torch.Tensor:
+        return dequantize_int4(self.qweight, self.scales, self.zeros, self.perm)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
+        return lowbit_ops.int4_linear(x, self.qweight, self.scales, self.zeros, self.perm, bias, act)
+
+    def joined(self, below: Int4Matrix) -> Int4Matrix | None:
+        if self.scales.shape[0] != below.scales.shape[0] or not _same(self.perm, below.perm):
+            return None
+        zeros = None
+        if self.zeros is not None or below.zeros is not None:
+            if self.rows % 8 or below.rows % 8:
+                return None
+            zeros = torch.cat((self._filled_zeros(), below._filled_zeros()), 1)
+        return Int4Matrix(
+            torch.cat((self.qweight, below.qweight), 1),
+            torch.cat((self.scales, below.scales), 1),
+            zeros,
+            self.perm,
+        )
+
+    def taken(self, order: torch.Tensor) -> Int4Matrix:
+        zeros = None if self.zeros is None else pack_columns(unpack_columns(self.zeros)[:, order])
+        return Int4Matrix(self.qweight[:, order], self.scales[:, order], zeros, self.perm)
+
+    def _filled_zeros(self) -> torch.Tensor:
+        if self.zeros is not None:
+            return self.zeros
+        return self.qweight.new_full((self.scales.shape[0], self.rows // 8), _EIGHTS)
+
+    def for_activations(self, dtype: torch.dtype) -> Int4Matrix:
+        return replace(self, scales=self.scales.to(dtype))
+
+
+@dataclass(frozen=True)
+class Nf4Matrix(Matrix):
+    """nf4: codes of a table."""
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    codebook: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.qweight.shape[1]
+
+    def dequantize(self) -> torch.Tensor:
+        return dequantize_nf4(self.qweight, self.scales, self.codebook)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
+        return lowbit_ops.nf4_linear(x, self.qweight, self.scales, self.codebook, bias, act)
+
+    def joined(self, below: Nf4Matrix) -> Nf4Matrix | None:
+        if self.scales.shape[0] != below.scales.shape[0] or not _same(self.codebook, below.codebook):
+            return None
+        return Nf4Matrix(
+            torch.cat((self.qweight, below.qweight), 1),
+            torch.cat((self.scales, below.scales), 1),
+            self.codebook,
+        )
+
+    def taken(self, order: torch.Tensor) -> Nf4Matrix:
+        return Nf4Matrix(self.qweight[:, order], self.scales[:, order], self.codebook)
+
+
+@dataclass(frozen=True)
+class Matrix8(Matrix):
+    """fp8 or int8, by the type of `weight`.
+
+    Attributes:
+        activations: None: they stay as they are.
+        input_scale: float32 `[1]`, where the scheme of activations is static.
+        zeros: of int8, float32 in the shape of `scale`: such a matrix can only be dequantized.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    activations: ActivationScheme | None = None
+    input_scale: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def blocks(self) -> bool:
+        """Whether scales are of blocks of 128 x 128."""
+        return self.scale.dim() == 2 and self.scale.shape[0] != self.rows
+
+    def dequantize(self) -> torch.Tensor:
+        if self.zeros is None:
+            return dequantize_8bit(self.weight, self.scale)
+        groups = self.weight.float().unflatten(1, (self.zeros.shape[1], -1))
+        return ((groups - self.zeros[:, :, None]) * self.scale[:, :, None]).flatten(1)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
+        if self.activations is None:
+            return lowbit_ops.weight_only_linear(x, self.weight, self.scale, bias, act)
+        if self.scale.dim() == 2:
+            return lowbit_ops.fp8_block_linear(x, self.weight, self.scale, bias, act)
+        product = lowbit_ops.int8_linear if self.weight.dtype is torch.int8 else lowbit_ops.fp8_linear
+        return product(x, self.weight, self.scale, bias, self.input_scale, act)
+
+    def joined(self, below: Matrix8) -> Matrix8 | None:
+        alike = (
+            self.weight.dtype is below.weight.dtype
+            and self.activations == below.activations
+            and self.scale.dim() == below.scale.dim()
+            and self.scale.shape[1:] == below.scale.shape[1:]
+            and self.blocks == below.blocks
+            and _same(self.input_scale, below.input_scale)
+            and self.zeros is None
+            and below.zeros is None
+        )
+        if not alike or (self.blocks and self.rows % FP8_BLOCK):
+            return None
+        return replace(
+            self,
+            weight=torch.cat((self.weight, below.weight)),
+            scale=torch.cat((self.scale, below.scale)),
+        )
+
+    def taken(self, order: torch.Tensor) -> Matrix8:
+        if not self.blocks:
+            zeros = None if self.zeros is None else self.zeros[order]
+            return replace(self, weight=self.weight[order], scale=self.scale[order], zeros=zeros)
+        # Rows of a block part, so that each has scales of its own: a form for weights alone.
+        scale = self.scale.repeat_interleave(FP8_BLOCK, 0)[: self.rows][order]
+        if self.weight.shape[1] % FP8_BLOCK:
+            scale = scale.repeat_interleave(FP8_BLOCK, 1)[:, : self.weight.shape[1]]
+        return Matrix8(self.weight[order], scale)
+
+
+def blank_matrix(
+    scheme: WeightScheme, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> Matrix:
+    """A matrix of a scheme with uninitialised tensors, beside activations of `dtype`."""
+
+    def empty(kind: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=kind, device=device)
+
+    groups = 1 if scheme.group_size is None else -(-columns // scheme.group_size)
+    if scheme.bits == 4:
+        qweight = empty(torch.int32, columns // 8, rows)
+        if scheme.kind == "nf4":
+            return Nf4Matrix(qweight, empty(torch.float32, groups, rows), empty(torch.float32, 16))
+        zeros = None if scheme.symmetric else empty(torch.int32, groups, rows // 8)
+        perm = empty(torch.int32, columns) if scheme.act_order else None
+        return Int4Matrix(qweight, empty(dtype, groups, rows), zeros, perm)
+    shape: tuple[int, ...] = (rows,) if groups == 1 else (rows, groups)
+    if scheme.strategy == "block":
+        shape = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    return Matrix8(
+        empty(torch.int8 if scheme.kind == "int8" else FP8, rows, columns),
+        empty(torch.float32, *shape),
+        scheme.activations,
+        empty(torch.float32, 1) if static else None,
+    )
