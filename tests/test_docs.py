@@ -116,7 +116,8 @@ def test_server_page_names_every_endpoint_and_metric():
     told = set(re.findall(r"`((?:vllm|octavo):\w+)(?:\{\w+=[^`]*\})?`", page))
     assert told == {name for name in names if not name.endswith("_created")}
     endpoints = set(re.findall(r"`((?:GET|POST) /[^`]*)`", page))
-    assert endpoints == {f"{operation.method} {operation.path}" for operation in OPERATIONS + PROFILING + KV_DEBUG}
+    operations = OPERATIONS + PROFILING + KV_DEBUG
+    assert endpoints == {f"{operation.method} {operation.path}" for operation in operations}
 
 
 def test_the_readme_exists_in_two_languages_with_the_same_examples():

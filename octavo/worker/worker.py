@@ -197,9 +197,7 @@ class Worker:
 
     def _kv_format(self) -> str:
         """What decides how KV values are stored: for the root of their keys."""
-        groups = [
-            f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups
-        ]
+        groups = [f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups]
         return ";".join(groups if self.kv_scales is None else [*groups, f"scales={self.kv_scales.digest}"])
 
     def _describe_cache(self) -> str:
