@@ -43,6 +43,11 @@ class HostTier:
         """Whether a block is there or on its way."""
         return (group, key) in self._by_entry
 
+    def lacking(self, found: Iterable[tuple[int, Entry]]) -> list[tuple[int, Entry]]:
+        """Those device blocks, of blocks and what they hold, that are not there and not on their way."""
+        by_entry = self._by_entry
+        return [pair for pair in found if pair[1] not in by_entry]
+
     def used_slots(self) -> list[int]:
         """The slots that hold a block or are held."""
         return sorted(set(range(self.num_slots)).difference(self._free))

@@ -250,7 +250,12 @@ class Offloading:
         reused = len(self._evicted)
         self._demand = max(reused, 0.9 * self._demand)
         if reused:
-            evicted = self._out(self._evicted, step, urgent=True)
+            missing = self.tier.lacking(self._evicted)
+            if len(missing) < reused:
+                for _, entry in self._evicted:
+                    self.tier.touch(entry)
+            once = {entry: (block, entry) for block, entry in missing}
+            evicted = self._out(list(once.values()), step, urgent=True)
             self._evicted.clear()
             if evicted is not None:
                 copies.append(evicted)
@@ -268,20 +273,13 @@ class Offloading:
     def _dirty_ahead(self) -> list[tuple[int, Entry]]:
         """Blocks with a key that the pool will reuse soon and that are not in the host tier."""
         count = min(max(_LEAST_AHEAD, int(2 * self._demand)), _MOST_AHEAD, self._pool.num_free // 2)
-        contains = self.tier.contains
-        found = []
-        for block in self._pool.next_reused(count):
-            entry = self._pool.entry_of(block)
-            if entry is not None and not contains(*entry):
-                found.append((block, entry))
-        return found
+        _, entries = self._pool.holders()
+        ahead = ((block, entries[block]) for block in self._pool.next_reused(count))
+        return self.tier.lacking((block, entry) for block, entry in ahead if entry is not None)
 
     def _out(self, found: list[tuple[int, Entry]], step: int, urgent: bool) -> BlockCopies | None:
         entries, slots, blocks = [], [], []
         for block, entry in found:
-            if self.tier.contains(*entry):
-                self.tier.touch(entry)
-                continue
             slot = self.tier.reserve(entry)
             if slot is None:
                 break
