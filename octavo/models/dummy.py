@@ -44,8 +44,9 @@ def dummy_weights(
         """Of a tensor that is no plain weight."""
 
         def make() -> torch.Tensor:
-            unit = random_weight(name, shape, 1.0, torch.float32, device, seed)
-            return dummy(unit, std)
+            if not math.prod(shape):  # which says nothing of its size
+                return dummy(torch.empty(shape, device=device), std)
+            return dummy(random_weight(name, shape, 1.0, torch.float32, device, seed), std)
 
         return Job(name, math.prod(shape), make)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.kernels import reference_moe
 from octavo.quantization import experts_method
-from octavo.quantization.capability import Running
+from octavo.quantization.capability import Hardware, Running
 from octavo.quantization.checkpoint_method import (
     layout_of,
     mode_of,
@@ -20,7 +20,7 @@ from octavo.quantization.checkpoint_method import (
 from octavo.quantization.checkpoint_runners import MatricesRunner, PackedRunner, Runner, packable
 from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, UnquantizedExpertsMethod
 from octavo.quantization.local_hardware import hardware_of
-from octavo.quantization.matrices import DenseMatrix, Matrix, join
+from octavo.quantization.matrices import DenseMatrix, Matrix, blank_matrix, join
 from octavo.quantization.scheme import QuantizationConfig, Rule
 from octavo.quantization.shard import Shard
 from octavo.quantization.stored_tensor import StoredTensor
@@ -76,20 +76,39 @@ class CheckpointExperts(ExpertsMethod):
         layer.experts_device = device  # type: ignore[assignment]
         layer.experts_dtype = dtype  # type: ignore[assignment]
         layer.sizes = (num_experts, hidden_size, inner_size)  # type: ignore[assignment]
-        expanded = self._expands(device)
+        hardware = hardware_of(device)
+        expanded = self._expands(hardware)
+        layer.experts_hardware = hardware  # type: ignore[assignment]
         layer.experts_expanded = expanded  # type: ignore[assignment]
+        if device.type == "meta" and not expanded:  # sizes alone are asked for
+            self._blank(layer)
         if expanded:
             _PLAIN.create_weights(layer, num_experts, hidden_size, inner_size, dtype, device)
 
-    def _modes(self, device: torch.device) -> list[Running | None]:
-        hardware = hardware_of(device)
+    def _blank(self, layer: nn.Module) -> None:
+        """Buffers of the sizes that the experts will take."""
+        count, hidden, inner = (int(size) for size in layer.sizes)  # type: ignore[union-attr]
+        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        dtype: torch.dtype = layer.experts_dtype  # type: ignore[assignment]
+        device: torch.device = layer.experts_device  # type: ignore[assignment]
+        for matrix, mode in zip(self.rules, self._modes(layer.experts_hardware), strict=True):  # type: ignore[arg-type]
+            rows, columns = sizes[matrix]
+            rule = self.rules[matrix]
+            if rule is None or rule.scheme is None or mode is None or mode.mode == "dequantized":
+                blank: Matrix = DenseMatrix(torch.empty(count * rows, columns, dtype=dtype, device=device))
+            else:
+                blank = blank_matrix(rule.scheme, count * rows, columns, dtype, device)
+            for name, tensor in blank.tensors.items():
+                layer.register_buffer(f"{matrix}_{name}", tensor, persistent=False)
+
+    def _modes(self, hardware: Hardware) -> list[Running | None]:
         schemes = [None if rule is None else rule.scheme for rule in self.rules.values()]
         return [None if scheme is None else mode_of(self.config, scheme, hardware) for scheme in schemes]
 
-    def _expands(self, device: torch.device) -> bool:
-        """Whether experts on a device are dequantized while they are loaded."""
-        modes = self._modes(device)
-        if hardware_of(device).kind == "cpu":  # whose kernels take all or nothing
+    def _expands(self, hardware: Hardware) -> bool:
+        """Whether experts are dequantized while they are loaded."""
+        modes = self._modes(hardware)
+        if hardware.kind == "cpu":  # whose kernels take all or nothing
             return any(mode is None or mode.mode == "dequantized" for mode in modes)
         return all(mode is None or mode.mode == "dequantized" for mode in modes)
 
@@ -150,7 +169,7 @@ class CheckpointExperts(ExpertsMethod):
         made: Matrix,
         shard: ExpertShard,
     ) -> None:
-        device: torch.device = layer.experts_device  # type: ignore[assignment]
+        hardware: Hardware = layer.experts_hardware  # type: ignore[assignment]
         dtype: torch.dtype = layer.experts_dtype  # type: ignore[assignment]
         if _expanded(layer):
             local = ExpertShard(0, shard.size, shard.size)
@@ -160,7 +179,7 @@ class CheckpointExperts(ExpertsMethod):
         if rule is None or rule.scheme is None:
             made = made.for_activations(dtype)
         else:
-            running = mode_of(self.config, rule.scheme, hardware_of(device))
+            running = mode_of(self.config, rule.scheme, hardware)
             if running.mode == "dequantized":
                 made = DenseMatrix(made.dequantize().to(dtype))
             else:
@@ -169,15 +188,15 @@ class CheckpointExperts(ExpertsMethod):
         found[expert, matrix] = made
 
     def process_after_load(self, layer: nn.Module) -> None:
-        device: torch.device = layer.experts_device  # type: ignore[assignment]
+        hardware: Hardware = layer.experts_hardware  # type: ignore[assignment]
         found: dict[tuple[int, str], Matrix] = layer.expert_matrices  # type: ignore[assignment]
         if _expanded(layer) or not found:
             return
         count, hidden, inner = (int(size) for size in layer.sizes)  # type: ignore[union-attr]
         w13 = [[found.pop((i, "gate")), found.pop((i, "up"))] for i in range(count)]
         w2 = [[found.pop((i, "down"))] for i in range(count)]
-        layer.w13 = self._runners(w13, hidden, device)  # type: ignore[assignment]
-        layer.w2 = self._runners(w2, inner, device)  # type: ignore[assignment]
+        layer.w13 = self._runners(w13, hidden, hardware)  # type: ignore[assignment]
+        layer.w2 = self._runners(w2, inner, hardware)  # type: ignore[assignment]
         for name, runners in (("w13", layer.w13), ("w2", layer.w2)):
             holder = nn.Module()
             for i, runner in enumerate(runners):  # type: ignore[arg-type]
@@ -187,9 +206,9 @@ class CheckpointExperts(ExpertsMethod):
             layer.add_module(f"{name}_memory", holder)
 
     def _runners(
-        self, matrices: Sequence[Sequence[Matrix]], columns: int, device: torch.device
+        self, matrices: Sequence[Sequence[Matrix]], columns: int, hardware: Hardware
     ) -> list[Runner]:
-        if hardware_of(device).kind != "cpu":
+        if hardware.kind != "cpu":
             return [MatricesRunner(join(parts)) for parts in matrices]
         out: list[Runner] = []
         for parts in matrices:

@@ -152,6 +152,7 @@ class CheckpointMethod(LinearMethod):
         layer.pieces = {}  # type: ignore[assignment]
         layer.matrix_shape = (out_features, in_features)  # type: ignore[assignment]
         layer.matrix_device = device  # type: ignore[assignment]
+        layer.matrix_hardware = hardware_of(device)  # type: ignore[assignment]
         layer.activation_dtype = dtype  # type: ignore[assignment]
         if device.type == "meta":  # sizes alone are asked for
             self._blank(layer).register(layer)
@@ -168,7 +169,7 @@ class CheckpointMethod(LinearMethod):
         device: torch.device = layer.matrix_device  # type: ignore[assignment]
         scheme = next(rule.scheme for rule in self.rules.values() if rule is not None)
         assert scheme is not None
-        hardware = hardware_of(device)
+        hardware: Hardware = layer.matrix_hardware  # type: ignore[assignment]
         running = mode_of(self.config, scheme, hardware)
         if running.mode == "dequantized" or hardware.kind == "cpu":
             return DenseRunner(dense_method(self.config.dense), [], columns, dtype, device, rows)
@@ -181,7 +182,7 @@ class CheckpointMethod(LinearMethod):
         rows, columns = layer.matrix_shape  # type: ignore[misc]
         dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
         device: torch.device = layer.matrix_device  # type: ignore[assignment]
-        hardware = hardware_of(device)
+        hardware: Hardware = layer.matrix_hardware  # type: ignore[assignment]
         matrices: list[Matrix] = []
         modes: list[Running | None] = []
         for target in sorted(pieces):

@@ -17,6 +17,7 @@ from octavo.quantization.shard import Shard
 from octavo.quantization.stored_tensor import Axis, StoredTensor
 
 _BLOCK = 64  # neighbouring weights, row after row, that share a scale
+_NESTED = 256  # scales that share one, where they are quantized themselves
 _BYTES = frozenset({torch.uint8})
 _FLOAT32 = frozenset({torch.float32})
 
@@ -39,12 +40,15 @@ class Bits4Layout(Layout):
         if self.nested:
             out |= {
                 "weight.absmax": StoredTensor((ROWS, scales), _BYTES, dummy=_bytes_dummy),
-                "weight.nested_absmax": StoredTensor((0,), _FLOAT32, any_size=True, dummy=None),
-                "weight.nested_quant_map": StoredTensor((256,), _FLOAT32, dummy=None),
+                "weight.nested_absmax": StoredTensor(
+                    (-(-rows * columns // _BLOCK // _NESTED),), _FLOAT32, dummy=_absmax_dummy
+                ),
+                "weight.nested_quant_map": StoredTensor((256,), _FLOAT32, dummy=_table_dummy),
             }
         else:
             out["weight.absmax"] = StoredTensor((ROWS, scales), _FLOAT32, dummy=_absmax_dummy)
-        return {**out, state: StoredTensor((0,), _BYTES, optional=not self.nested, any_size=True)}
+        optional = not self.nested
+        return {**out, state: StoredTensor((0,), _BYTES, optional, dummy=_state_dummy, any_size=True)}
 
     def stored_shape(self, name: str, rows: int, columns: int) -> tuple[int, ...] | None:
         """The shape in the file, where it is not that of the axes."""
@@ -84,17 +88,16 @@ class Bits4Layout(Layout):
     ) -> torch.Tensor:
         """Scales that are themselves codes of a table, times scales of blocks of them, plus an offset."""
         codes, outer = pieces["weight.absmax"], pieces["weight.nested_absmax"].flatten()
-        size, offset = state.get("nested_blocksize", 256), state.get("nested_offset", 0.0)
+        if state.get("nested_blocksize", _NESTED) != _NESTED or "nested_offset" not in state:
+            raise ModelError(
+                f"{name}: quant_state of nested_blocksize {state.get('nested_blocksize')}, nested_offset "
+                f"{state.get('nested_offset')} is not supported: quantize with bitsandbytes' defaults"
+            )
         width = columns // _BLOCK
         rows = torch.arange(shard.row, shard.row + shard.rows, device=codes.device)
         cols = torch.arange(shard.col // _BLOCK, (shard.col + shard.cols) // _BLOCK, device=codes.device)
-        block = (rows[:, None] * width + cols) // int(size)
-        if int(block.max()) >= len(outer):
-            raise ModelError(
-                f"{name}: nested_absmax has {len(outer)} entries, {int(block.max()) + 1} are asked for: the "
-                "checkpoint is truncated, fetch it again"
-            )
-        return pieces["weight.nested_quant_map"][codes.long()] * outer[block] + float(offset)
+        block = (rows[:, None] * width + cols) // _NESTED
+        return pieces["weight.nested_quant_map"][codes.long()] * outer[block] + state["nested_offset"]
 
 
 class Int8Layout(Layout):
@@ -125,7 +128,12 @@ def _bytes_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:
 
 
 def _table_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:
-    return torch.linspace(-1, 1, 16, device=unit.device)
+    return torch.linspace(-1, 1, len(unit), device=unit.device)
+
+
+def _state_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:
+    state = json.dumps({"blocksize": _BLOCK, "nested_blocksize": _NESTED, "nested_offset": 2 * std})
+    return torch.tensor(list(state.encode()), dtype=torch.uint8, device=unit.device)
 
 
 def _absmax_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:

@@ -113,7 +113,7 @@ class CompressedLayout(_Scaled):
             "weight_scale": scale,
             # Zeros, where the scheme is symmetric; older files store them.
             "weight_zero_point": StoredTensor(
-                scale.axes, _ANY, not asymmetric, other_shapes=scale.other_shapes
+                scale.axes, _ANY, not asymmetric, dummy=_no_zeros, other_shapes=scale.other_shapes
             ),
             "input_zero_point": StoredTensor((1,), _ANY, True, other_shapes=((), (1, 1))),
             **self._activations(),
@@ -126,6 +126,10 @@ class CompressedLayout(_Scaled):
         scale = plain.scale.reshape(shard.rows, -1)
         zeros = pieces["weight_zero_point"].float().reshape(-1, scale.shape[1]).expand_as(scale)
         return Matrix8(plain.weight, scale, zeros=zeros)
+
+
+def _no_zeros(unit: torch.Tensor, std: float) -> torch.Tensor:
+    return torch.zeros_like(unit, dtype=torch.int8)
 
 
 class PackedLayout(_Scaled):
@@ -141,7 +145,7 @@ class PackedLayout(_Scaled):
         scale = self._scale(int4_scale_dummy if scheme.bits == 4 else int8_scale_dummy)
         words = frozenset({torch.int32})
         packed = StoredTensor((ROWS, Axis("columns", self.per_word)), words, dummy=codes_dummy)
-        packed_zeros = StoredTensor((Axis("rows", self.per_word), *scale.axes[1:]), words)
+        packed_zeros = StoredTensor((Axis("rows", self.per_word), *scale.axes[1:]), words, dummy=codes_dummy)
         plain_zeros = StoredTensor(scale.axes, _ANY, True)  # zeros, in older files of symmetric weights
         return {
             "weight_packed": packed,

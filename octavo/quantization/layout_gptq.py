@@ -54,9 +54,8 @@ class GPTQLayout(Layout):
         }
 
     def _zeros_dummy(self, unit: torch.Tensor, std: float) -> torch.Tensor:
-        word = (0x88888888 if self.scheme.bits == 4 else 0x80808080) - (1 << 32)
-        one = 0x11111111 if self.scheme.bits == 4 else 0x01010101
-        return torch.full_like(unit, word - one if self.minus_one else word, dtype=torch.int32)
+        plain, less = (0x88888888, 0x77777777) if self.scheme.bits == 4 else (0x80808080, 0x7F7F7F7F)
+        return torch.full_like(unit, less if self.minus_one else plain - (1 << 32), dtype=torch.int32)
 
     def _scale_dummy(self, unit: torch.Tensor, std: float) -> torch.Tensor:
         return int4_scale_dummy(unit, std if self.scheme.bits == 4 else std / 16)
