@@ -1,0 +1,100 @@
+"""Quantized checkpoints through the whole engine: the same tokens however a text is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.kv.capacity import request_blocks
+from octavo.kv.groups import page_bytes
+from octavo.quantization.capability import Hardware
+from tests.quantization.checkpoints import AMPERE, FOLDER, HOPPER, load, logits, pretend
+
+PROMPTS = [[(i * i * 7 + seed * 31) % 120 + 5 for i in range(n)] for seed, n in enumerate((40, 19, 33, 5))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+CPU = Hardware("cpu", name="this CPU")
+CASES = [
+    (HOPPER, "w4a16_asym", "auto"),
+    (HOPPER, "w4a16_asym", "int8"),
+    (HOPPER, "fp8_dynamic", "auto"),
+    (HOPPER, "fp8_static_kv", "fp8"),
+    (HOPPER, "fp8_block", "auto"),
+    (HOPPER, "w8a8", "auto"),
+    (HOPPER, "gptq_desc_act", "auto"),
+    (HOPPER, "mixed", "auto"),
+    (HOPPER, "moe_w4a16", "auto"),
+    (AMPERE, "fp8_block", "auto"),
+    (CPU, "w4a16", "auto"),
+    (CPU, "gptq_8bit", "int8"),
+    (CPU, "moe_w4a16", "auto"),
+]
+
+
+def make(name: str, **settings: Any) -> LLM:
+    values: dict[str, Any] = dict(
+        model=str(FOLDER / name), dtype="float32", device="cpu", num_threads=1, max_model_len=64,
+        skip_tokenizer_init=True, check_invariants=True, max_num_seqs=8, kv_cache_memory_bytes=2 << 20,
+        block_size=8,
+    )  # fmt: skip
+    return LLM(**values | settings)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def use(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hardware is not CPU:
+        pretend(monkeypatch, hardware)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "name", "kv_dtype"), CASES, ids=[f"{h.name}-{n}-{kv}".replace(" ", "") for h, n, kv in CASES]
+)
+def test_chunks_hits_and_preemption_change_nothing(
+    hardware: Hardware, name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(hardware, monkeypatch)
+    with make(name, kv_cache_dtype=kv_dtype) as llm:
+        want = generate(llm)
+        groups = llm.facts.groups
+        assert len(set(map(tuple, want))) == len(PROMPTS)
+    with make(name, kv_cache_dtype=kv_dtype, max_num_batched_tokens=9) as llm:
+        assert generate(llm) == want
+        before = llm.stats().prefix_cache_hits
+        assert generate(llm) == want
+        assert llm.stats().prefix_cache_hits > before
+    longest = max(map(len, PROMPTS)) + GREEDY.max_tokens
+    blocks = request_blocks(groups, longest, 64) + 3
+    few = dict(kv_cache_memory_bytes=blocks * page_bytes(groups), look_ahead_admission=False)
+    with make(name, kv_cache_dtype=kv_dtype, max_num_batched_tokens=64, **few) as llm:
+        assert generate(llm) == want
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["w4a16", "w4a16_asym", "awq", "gptq_v2", "bnb_nf4_nested", "mixed", "moe_w4a16"]
+)
+def test_greedy_tokens_are_those_of_the_dequantized_weights(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load(name, dequantize=True, max_model_len=64)
+    pretend(monkeypatch, HOPPER)
+    with make(name) as llm:
+        found = generate(llm)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        scores = logits(plain, torch.tensor([*prompt, *tokens[:-1]]))[len(prompt) - 1 :]
+        chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float((scores.amax(1) - chosen).max()) < 1e-4  # a tie may fall either way
+
+
+def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, AMPERE)
+    with make("fp8_dynamic") as llm:
+        kept = llm.facts.summary["weights"]
+    assert kept.startswith("compressed-tensors: FP8_DYNAMIC as W8A16, since FP8 is multiplied from ")
+    with make("w4a16") as llm:
+        assert llm.facts.summary["weights"].startswith("compressed-tensors: W4A16 (")
