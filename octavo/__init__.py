@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from octavo.pooling_params import PoolingParams
     from octavo.sampling_params import RequestOutputKind, SamplingParams
+    from octavo.structured_outputs import StructuredOutputsParams
 
 _HOME = {
     "AsyncLLM": "octavo.async_llm",
@@ -34,6 +35,7 @@ _HOME = {
     "RequestOutput": "octavo.outputs",
     "RequestOutputKind": "octavo.sampling_params",
     "SamplingParams": "octavo.sampling_params",
+    "StructuredOutputsParams": "octavo.structured_outputs",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
