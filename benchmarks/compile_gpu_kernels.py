@@ -28,6 +28,7 @@ from compile_only import compile_only
 from octavo.kernels.triton import (
     activation,
     attention,
+    bitmask,
     block_copy,
     cascade,
     invariant_attention,
@@ -381,6 +382,9 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
     found.append(("ranking_keys", lambda: logprobs.ranking_keys(wide_logits)))
     for dtype in (f32, bf16):
         logits = torch.empty(4, 128256, dtype=dtype)
+        masked = (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4008, dtype=torch.int32))
+        forbid = functools.partial(bitmask.forbid_tokens, logits, *masked)
+        found.append((f"forbid_tokens {str(dtype)[6:]}", forbid))
         found.append((f"argmax {str(dtype)[6:]}", functools.partial(sampling.argmax, logits)))
         sample = functools.partial(sampling.gumbel_argmax, logits, temperature, keys, keys)
         found.append((f"gumbel_argmax {str(dtype)[6:]}", sample))

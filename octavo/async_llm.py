@@ -357,7 +357,7 @@ class AsyncLLM:
             for output, error in results:
                 items = self._queues.get(output.request_id)
                 if items is not None:
-                    ready.append((items, output if error is None else RequestFailedError(error)))
+                    ready.append((items, output if error is None else error))
         if stopped:
             with contextlib.suppress(EngineDeadError):
                 self._client.send(AbortRequests(stopped))

@@ -18,7 +18,7 @@ from octavo.engine.embedding_input import EmbeddingInput
 from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.errors import EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -387,7 +387,7 @@ class LLM:
         """Start requests and yield their outputs until all have finished; whatever is left is aborted."""
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
-        failure: str | None = None
+        failure: OctavoError | None = None
         try:
             for request in prepared:
                 self._outputs.add(cast("Any", request))
@@ -409,7 +409,7 @@ class LLM:
                 with contextlib.suppress(EngineDeadError):
                     self._client.send(AbortRequests(left))
         if failure is not None:
-            raise RequestFailedError(failure)
+            raise failure
 
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None

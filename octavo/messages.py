@@ -75,7 +75,9 @@ class CoreOutput(msgspec.Struct, omit_defaults=True, gc=False):  # hundreds a st
     `finish_reason` is None while it runs, then one of stop, length, abort, error;
     `stop_reason` the stop token's id, if one ended it (the front end fills in stop strings).
     `error` says what went wrong when the reason is error. `pooled` is a text's vector, native float32,
-    where the engine makes embeddings.
+    where the engine makes embeddings. `error_param` names the request's field that is at fault, where the
+    error is the user's and not a failure. `complete`: the last token ended the request as its form's end, and
+    belongs to the text, unlike a stop token.
     """
 
     request_id: str
@@ -88,6 +90,8 @@ class CoreOutput(msgspec.Struct, omit_defaults=True, gc=False):  # hundreds a st
     metrics: RequestMetrics | None = None
     error: str | None = None
     pooled: bytes | None = None
+    error_param: str | None = None
+    complete: bool = False
 
 
 class TimeHistogram(msgspec.Struct, array_like=True):
@@ -289,6 +293,8 @@ class StepPlan:
             elsewhere: a hint that may be too low.
         copies: blocks to move between device and host memory; a step may have these and no rows. One that
             has neither asks for news of copies: its result waits until one of those under way is through.
+        masked: int32 `[m]`, ascending: requests of the step (indexes into `slots`) whose tokens are drawn
+            under a mask, or None. Such a step draws nothing before its `TokenMasks` have come.
     """
 
     step_id: int
@@ -301,11 +307,25 @@ class StepPlan:
     prompt_logprobs: np.ndarray | None = None
     shared_blocks: int = 0
     copies: list[BlockCopies] = field(default_factory=list)
+    masked: np.ndarray | None = None
 
     @property
     def total_rows(self) -> int:
         """Tokens computed by the step."""
         return int(self.num_rows.sum())
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens may be drawn in a step that was launched.
+
+    Attributes:
+        rows: int32 `[m]`, ascending: the plan's `masked`.
+        bits: int32 `[m, ceil(vocab_size / 32)]`, bit v % 32 of word v // 32 for token v; one at least is set.
+    """
+
+    rows: np.ndarray
+    bits: np.ndarray
 
 
 @dataclass

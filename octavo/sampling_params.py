@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import RequestError
+from octavo.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -85,8 +86,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Token id to a number in [-100, 100] that is added to its logit."""
     allowed_token_ids: list[int] | None = None
     """The only tokens that may be produced."""
-    structured_outputs: Any = None
-    """Not in this version: refused."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have: a JSON schema, an expression, a choice or a grammar."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each result of a stream holds: all so far, what is new, or nothing before the end."""
 
@@ -102,6 +103,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.top_k = 0
         if self.seed == -1 and self.seed is not True:  # as in vLLM
             self.seed = None
+        self.structured_outputs = structured_outputs_from(self.structured_outputs)
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self._check_numbers()
@@ -151,10 +153,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise RequestError(
                 f"output_kind={self.output_kind!r} is not valid: give a RequestOutputKind", "output_kind"
             ) from None
-        if self.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs is not supported by this version: leave it out", "structured_outputs"
-            )
 
     def check_vocabulary(self, vocab_size: int, max_logprobs: int = -1) -> None:
         """Check what depends on the model: token ids, and how many log-probabilities are allowed.

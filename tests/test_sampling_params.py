@@ -49,7 +49,7 @@ BAD = [
     ],
     ("spaces_between_special_tokens", None),
     ("output_kind", 7),
-    ("structured_outputs", {"json": {}}),
+    ("structured_outputs", {"json": []}),
 ]
 
 

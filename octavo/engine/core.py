@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import collections
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
+from octavo.engine.grammar_compiler import GrammarCompiler
+from octavo.engine.grammar_masks import begin_masks, collect_masks
 from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kv.groups import page_bytes
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
 from octavo.kv.map import describe_kv
 from octavo.kv.offloading import TierRates
-from octavo.messages import CoreOutput, CoreRequest, CoreStats, KVMap, ModelFacts, StepResult
+from octavo.messages import CoreOutput, CoreRequest, CoreStats, KVMap, ModelFacts, RequestMetrics, StepResult
 
 logger = logging.getLogger(__name__)
 
 _DISK_WAIT = 0.05  # seconds to sleep at most where nothing can be computed before a block has been read
+_MASK_WAIT = 0.001  # the same where all requests wait for masks
 
 
 class EngineCore:
@@ -43,6 +47,7 @@ class EngineCore:
         overlap = self.facts.overlap if config.async_scheduling is None else config.async_scheduling
         self._depth = 1 if overlap else 0
         self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep]] = collections.deque()
+        self.grammars = GrammarCompiler(self.config, self.facts.vocab_size)
         self.wrap_stages(None)
 
     def _allocate(self, executor: Executor | None) -> None:
@@ -86,12 +91,29 @@ class EngineCore:
         return self.executor.facts
 
     def add(self, request: CoreRequest) -> None:
-        """Queue a request."""
-        self.scheduler.add(request)
+        """Queue a request; one whose output has a form once its grammar is compiled (`admit_compiled`)."""
+        if request.params.structured_outputs is None:
+            self.scheduler.add(request)
+        elif (run := self.grammars.begin(request)) is not None:
+            self.scheduler.add(request, run)
+
+    def admit_compiled(self) -> list[CoreOutput]:
+        """Queue requests whose grammars have been compiled; the ends of those that are refused."""
+        outputs = []
+        for compiled in self.grammars.take():
+            request, error = compiled.request, compiled.error
+            if error is None:
+                self.scheduler.add(request, compiled.run)
+            else:
+                param = error.param if isinstance(error, RequestError) else None
+                outputs.append(_ended(request.request_id, "error", str(error), param))
+        return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """End requests at once; their blocks are free when this returns."""
-        outputs = self.scheduler.abort(request_ids)
+        request_ids = list(request_ids)
+        outputs = [_ended(request_id, "abort") for request_id in self.grammars.abort(request_ids)]
+        outputs += self.scheduler.abort(request_ids)
         self._check()
         return outputs
 
@@ -119,29 +141,61 @@ class EngineCore:
         Raises:
             EngineDeadError: the device can run no further step.
         """
+        held = self.scheduler.release_held()
         step = self._schedule()
         if step is None and not self._in_flight:
             step = self.scheduler.poll()
-            if step is None and self.kv.offloading is not None:
+            if step is None and held:
+                time.sleep(_MASK_WAIT)
+            elif step is None and self.kv.offloading is not None:
                 self.kv.offloading.wait(_DISK_WAIT)
+        outputs: list[CoreOutput] = []
         if step is not None:
+            begin_masks(step.grammars)
             try:
                 self._in_flight.append((step, self._execute(step.plan)))
             except EngineDeadError:
                 raise
             except Exception as error:
                 return self._fail(step, error)
-        outputs: list[CoreOutput] = []
+            if step.grammars:
+                outputs += self._sample(step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
-            oldest, pending = self._in_flight.popleft()
-            try:
-                result = self._wait(pending)
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                return self._fail(oldest, error)
-            outputs = self._update(oldest, result)
+            outputs += self._take_in_oldest()
         self._check()
+        return outputs
+
+    def _take_in_oldest(self) -> list[CoreOutput]:
+        """Wait for the oldest step in flight; its news."""
+        oldest, pending = self._in_flight.popleft()
+        try:
+            result = self._wait(pending)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            return self._fail(oldest, error)
+        return self._update(oldest, result)
+
+    def _sample(self, step: ScheduledStep) -> list[CoreOutput]:
+        """Draw a step's tokens under masks; those before them are taken in first, beside its forward pass.
+
+        Returns:
+            News of the earlier steps.
+        """
+        outputs: list[CoreOutput] = []
+        while len(self._in_flight) > 1:
+            outputs += self._take_in_oldest()
+        if not self._in_flight:  # a step before it failed, and this one with it
+            return outputs
+        masked = step.plan.masked
+        assert masked is not None
+        try:
+            self._in_flight[0][1].sample(collect_masks(masked, step.grammars))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._in_flight.clear()
+            outputs += self._fail(step, error)
         return outputs
 
     def reset_prefix_cache(self) -> None:
@@ -151,6 +205,7 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """Gauges and counters now."""
         stats, pool = self.scheduler.current_stats(), self.kv.pool
+        stats.num_waiting += self.grammars.num_waiting
         stats.prefix_cache_evictions = pool.evictions
         stats.graph_bytes = self.executor.graph_bytes
         times = pool.residency
@@ -168,6 +223,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Free the workers."""
+        self.grammars.close()
         self._in_flight.clear()
         self.executor.close()
 
@@ -185,6 +241,13 @@ class EngineCore:
     def _check(self) -> None:
         if self.config.check_invariants:
             self.scheduler.check()
+
+
+def _ended(request_id: str, reason: str, error: str | None = None, param: str | None = None) -> CoreOutput:
+    """The end of a request that never ran."""
+    return CoreOutput(
+        request_id, finish_reason=reason, error=error, error_param=param, metrics=RequestMetrics()
+    )
 
 
 def _wait(pending: PendingStep) -> StepResult:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.errors import OctavoError, RequestFailedError
 from octavo.messages import CoreOutput, CoreRequest
 from octavo.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from octavo.pooling_params import PoolingParams
@@ -56,9 +57,9 @@ class EmbeddingOutputs:
 
     def process(
         self, outputs: Iterable[CoreOutput]
-    ) -> tuple[list[tuple[EmbeddingRequestOutput, str | None]], list[str]]:
+    ) -> tuple[list[tuple[EmbeddingRequestOutput, OctavoError | None]], list[str]]:
         """Digest news from the core: (output, error) of each text that has ended, and nothing to abort."""
-        results: list[tuple[EmbeddingRequestOutput, str | None]] = []
+        results: list[tuple[EmbeddingRequestOutput, OctavoError | None]] = []
         for output in outputs:
             prepared = self._by_core_id.get(output.request_id)
             if prepared is None or output.finish_reason is None:
@@ -67,7 +68,9 @@ class EmbeddingOutputs:
             error = output.error
             if output.pooled is None:
                 error = error or f"the text was ended by {output.finish_reason}"
-            results.append((_finished(prepared, output), error))
+            results.append(
+                (_finished(prepared, output), None if error is None else RequestFailedError(error))
+            )
         return results, []
 
 

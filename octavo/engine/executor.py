@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.kv.tiers import BlockStore
-from octavo.messages import ModelFacts, StepPlan, StepResult
+from octavo.messages import ModelFacts, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 class PendingStep(Protocol):
     """A step that has been launched."""
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Draw the tokens of a step with `masked` requests: once, before `wait` and the next launch."""
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 from octavo.config import EngineConfig
 from octavo.errors import ModelError, RequestError
 from octavo.messages import CoreRequest, ModelFacts
+from octavo.models.config import ModelConfig
 from octavo.models.loader import load_generation_config, load_model_config
 from octavo.models.locate import configured_model, configured_tokenizer
 from octavo.models.pooling_config import pooling_settings
@@ -59,10 +60,7 @@ class InputProcessor:
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(configured_tokenizer(config, source))
-        eos = set(self.model_config.eos_token_ids)
-        if self.tokenizer is not None:
-            eos.update(self.tokenizer.eos_token_ids)
-        self.eos_token_ids = sorted(eos)
+        self.eos_token_ids = end_tokens(self.model_config, self.tokenizer)
         try:
             self.default_params()
         except RequestError as error:
@@ -143,6 +141,8 @@ class InputProcessor:
         self.check_ids(ids)
         params.check_vocabulary(self.facts.vocab_size, self.config.max_logprobs)
         params = self._clamped(params, len(ids))
+        if params.structured_outputs is not None:
+            self.need_tokenizer("structured_outputs")
         bad_words = self._bad_words(params)
         self._check_choice(params, bad_words)
         request_id = request_id or secrets.token_hex(8)
@@ -259,6 +259,11 @@ class InputProcessor:
                 if ids and ids not in sequences:
                     sequences.append(ids)
         return sequences
+
+
+def end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:
+    """Tokens that end a text, by the model's settings and its tokenizer's; some may not exist."""
+    return sorted({*model.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)})
 
 
 def _as_ids(value: Any) -> list[int]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from octavo.engine.core import EngineCore
 from octavo.engine.profiling import Profiling
 from octavo.messages import (
     AbortRequests,
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Inbox = queue.SimpleQueue  # of ToCore
+
+
+class _GrammarsReady:
+    """In the inbox of a core: grammars have been compiled. Nothing outside the process sends it."""
+
+
 _STATS_INTERVAL = 0.25  # seconds between reports when no request has news
 _LOG_INTERVAL = 10.0  # seconds between lines in the log
 
@@ -75,6 +82,8 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
     reported = 0.0
     log = _RateLog(not core.config.disable_log_stats)
     profiling = Profiling(core)
+    if isinstance(core, EngineCore):
+        core.grammars.notify = lambda: inbox.put(_GrammarsReady())  # type: ignore[arg-type]
     try:
         while True:
             outputs: list[CoreOutput] = []
@@ -86,6 +95,9 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                     start = isinstance(message, StartProfile)
                     status = profiling.start() if start else profiling.stop()
                     deliver(CoreOutputs([], core.stats(), status))
+                elif isinstance(message, _GrammarsReady):
+                    assert isinstance(core, EngineCore)
+                    outputs += core.admit_compiled()
                 elif isinstance(message, DescribeKV):
                     deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message.cells)))
                 else:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from octavo.engine.input_processor import PreparedRequest
+from octavo.errors import OctavoError, RequestError, RequestFailedError
 from octavo.messages import CoreOutput, RequestMetrics, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.sampling_params import RequestOutputKind
@@ -37,7 +38,16 @@ class _Live:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    error: str | None = None
+    error: OctavoError | None = None
+
+
+def _error_of(output: CoreOutput) -> OctavoError | None:
+    """What a request's user is told of its end by an error."""
+    if output.error is None:
+        return None
+    if output.error_param is not None:
+        return RequestError(output.error, output.error_param)
+    return RequestFailedError(output.error)
 
 
 class OutputProcessor:
@@ -82,14 +92,14 @@ class OutputProcessor:
 
     def process(
         self, outputs: Iterable[CoreOutput]
-    ) -> tuple[list[tuple[RequestOutput, str | None]], list[str]]:
+    ) -> tuple[list[tuple[RequestOutput, OctavoError | None]], list[str]]:
         """Digest news from the core.
 
         Returns:
             (output, error) of each request with something to tell, and the core's ids of choices that
             a stop string ended, for the core to abort.
         """
-        results: list[tuple[RequestOutput, str | None]] = []
+        results: list[tuple[RequestOutput, OctavoError | None]] = []
         stopped: list[str] = []
         for output in outputs:
             entry = self._by_core_id.get(output.request_id)
@@ -112,7 +122,9 @@ class OutputProcessor:
             live.prompt_logprobs = [self._position(entry) for entry in output.prompt_logprobs]
         ended = output.finish_reason
         new = output.new_token_ids
-        delta = choice.stream.push(new, finished=ended is not None, ended_by_token=ended == "stop")
+        delta = choice.stream.push(
+            new, finished=ended is not None, ended_by_token=ended == "stop" and not output.complete
+        )
         if delta.num_tokens_used < len(new):
             new = new[: delta.num_tokens_used]
         choice.token_ids.extend(new)
@@ -124,7 +136,7 @@ class OutputProcessor:
                 live.metrics.last_token_time = live.metrics.finished_time = time.time()
         elif ended is not None:
             choice.finish_reason, choice.stop_reason = ended, output.stop_reason
-            live.error = output.error or live.error
+            live.error = _error_of(output) or live.error
         if choice.finish_reason is not None:
             self._by_core_id.pop(choice.core_id, None)
         finished = all(c.finish_reason is not None for c in live.choices)

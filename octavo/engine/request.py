@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.engine.grammar_run import GrammarRun
 from octavo.kv.keys import NO_EXTRAS, ExtraKeys
 from octavo.kv.manager import Sequence
 from octavo.messages import CoreRequest, RequestMetrics, TokenLogprobs
@@ -32,6 +33,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     pooled: bytes | None = None  # the vector of a text to embed
+    grammar: GrammarRun | None = None  # what its tokens must follow
     num_reported: int = 0  # output tokens that have left the core
     loading: bool = False  # waits for copies
     gives_way: bool = False  # and will not go on once they are through

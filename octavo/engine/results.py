@@ -15,7 +15,15 @@ from octavo.messages import CoreOutput, CoreStats, StepPlan, StepResult
 class Finish(Protocol):
     """Ends a request and makes its last output."""
 
-    def __call__(self, request: Request, reason: str, stop_reason: int | None = None) -> CoreOutput: ...
+    def __call__(
+        self,
+        request: Request,
+        reason: str,
+        stop_reason: int | None = None,
+        error: str | None = None,
+        error_param: str | None = None,
+        complete: bool = False,
+    ) -> CoreOutput: ...
 
 
 def take_in(
@@ -70,7 +78,7 @@ def _append(
     for slot in own[first].tolist() if first.any() else ():
         slots.at(slot).metrics.first_token_time = now
         stats.prompt_tokens += int(slots.prompt_len[slot])
-    may_end = (known + 1 >= slots.max_total[own]) | (slots.stop_uses[tokens] > 0)
+    may_end = (known + 1 >= slots.max_total[own]) | (slots.stop_uses[tokens] > 0) | slots.masked[own]
     outputs, news = slots.news.tell(own, tokens, may_end)
     for slot, token, ending in zip(
         own[news].tolist(), tokens[news].tolist(), may_end[news].tolist(), strict=True
@@ -86,8 +94,13 @@ def _append(
 def _ended(slots: Slots, request: Request, token: int, finish: Finish) -> CoreOutput | None:
     """The last output of a request that its newest token ends, else None."""
     known = int(slots.num_known[request.slot])
+    grammar = request.grammar
+    if grammar is not None and not grammar.accept(token):
+        return finish(request, "error", error=grammar.error, error_param="structured_outputs")
     if token in request.stop_ids and known - request.prompt_len >= request.core.params.min_tokens:
         return finish(request, "stop", None if token in request.core.eos_token_ids else token)
+    if grammar is not None and grammar.is_terminated:
+        return finish(request, "stop", complete=True)
     if known >= slots.max_total[request.slot]:
         return finish(request, "length")
     return None

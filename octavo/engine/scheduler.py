@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.outlook import Outlook
 from octavo.engine.request import Request, extras_of
@@ -65,6 +66,7 @@ class ScheduledStep:
 
     plan: StepPlan
     epochs: np.ndarray
+    grammars: list[GrammarRun] = field(default_factory=list)  # of the plan's masked requests
 
 
 class Scheduler:
@@ -95,7 +97,7 @@ class Scheduler:
 
     # ---- requests come and go -------------------------------------------------------------------
 
-    def add(self, core: CoreRequest) -> None:
+    def add(self, core: CoreRequest, grammar: GrammarRun | None = None) -> None:
         """Queue a request. The front end has checked it; ids of live requests must differ."""
         if core.request_id in self._requests:
             raise ValueError(f"request_id {core.request_id!r} is in use")
@@ -107,6 +109,7 @@ class Scheduler:
             token_ids=np.asarray(core.prompt_token_ids, np.int32),
             seq=self.kv.new_sequence(extras_of(core)),
             stop_ids=frozenset(t for t in stop_ids if t < self.limits.vocab_size),
+            grammar=grammar,
         )
         request.metrics.arrival_time = core.arrival_time
         self._requests[core.request_id] = request
@@ -159,6 +162,7 @@ class Scheduler:
         tokens = self._slots.num_tokens[run]
         need = tokens - self._slots.num_computed[run]
         need[tokens >= self._slots.max_total[run]] = 0  # the last token is being sampled
+        need[self._slots.held[run]] = 0
         others = len(self._waiting) or len(self._loading)
         if not others and 0 < len(run) <= self.limits.max_num_batched_tokens and (need == 1).all():
             return self._decode(run)
@@ -456,6 +460,7 @@ class Scheduler:
         self._slots.num_computed[slots] += counts
         samples = self._slots.num_computed[slots] == self._slots.num_tokens[slots]
         self._slots.num_tokens[slots] += samples
+        masked = np.flatnonzero(samples & self._slots.masked[slots])
         shared = 0
         if self.limits.find_shared_prefix:
             shared = shared_blocks(self._slots, slots, counts, start, self.kv.block_size)
@@ -470,11 +475,35 @@ class Scheduler:
             prompt_logprobs=self._prompt_logprobs(slots),
             shared_blocks=shared,
             copies=list(copies),
+            masked=masked.astype(np.int32) if len(masked) else None,
         )
+        grammars = self._expect_tokens(slots[masked])
         self._slots.register(slots, self._slots.num_computed[slots], self._step)
         self._step += 1
         self.stats.num_steps += len(slots) > 0
-        return ScheduledStep(plan, self._slots.epoch[slots])
+        return ScheduledStep(plan, self._slots.epoch[slots], grammars)
+
+    def _expect_tokens(self, masked: np.ndarray) -> list[GrammarRun]:
+        """The grammars of slots whose tokens are being sampled; hard ones wait for the next token's mask."""
+        grammars = []
+        for slot in masked.tolist():
+            grammar = self._slots.at(slot).grammar
+            assert grammar is not None
+            grammar.pending += 1
+            self._slots.held[slot] = grammar.slow
+            grammars.append(grammar)
+        return grammars
+
+    def release_held(self) -> bool:
+        """Let requests go on whose masks have been made; whether some still wait for theirs."""
+        slots, waits = self._slots, False
+        for slot in np.flatnonzero(slots.held).tolist():
+            request = slots.requests[slot]
+            slots.held[slot] = held = (
+                request is not None and request.grammar is not None and not request.grammar.is_ready
+            )
+            waits |= held
+        return waits
 
     def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
         if not self._slots.wants_prompt_logprobs[slots].any():
@@ -540,7 +569,13 @@ class Scheduler:
         self._outlook.forecast.preempted()
 
     def _finish(
-        self, request: Request, reason: str, stop_reason: int | None = None, error: str | None = None
+        self,
+        request: Request,
+        reason: str,
+        stop_reason: int | None = None,
+        error: str | None = None,
+        error_param: str | None = None,
+        complete: bool = False,
     ) -> CoreOutput:
         request.done = True
         if request.slot >= 0:
@@ -561,7 +596,8 @@ class Scheduler:
         now = time.time()
         request.metrics.last_token_time = request.metrics.finished_time = now
         output = self._slots.news.report(request, self._slots.known(request))
-        output.finish_reason, output.stop_reason, output.error = reason, stop_reason, error
+        output.finish_reason, output.stop_reason = reason, stop_reason
+        output.error, output.error_param, output.complete = error, error_param, complete
         output.metrics = request.metrics
         return output
 

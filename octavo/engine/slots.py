@@ -28,6 +28,8 @@ class Slots:
         last_turn: when the request was served last, of those that take turns.
         epoch: grows when a slot changes hands.
         running: the slots in use, in the requests' order (int64); `orders` are these.
+        masked: tokens are drawn under a mask.
+        held: no rows until the next token's mask has been made.
         stop_uses: by token, requests in slots that it ends.
         num_left: requests that have left a slot since the start.
     """
@@ -46,6 +48,8 @@ class Slots:
         self.last_turn = np.zeros(num_slots, np.int64)
         self.epoch = np.zeros(num_slots, np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
+        self.masked = np.zeros(num_slots, bool)
+        self.held = np.zeros(num_slots, bool)
         self.tokens = np.zeros((num_slots, max_model_len), np.int32)
         self.running = np.zeros(0, np.int64)
         self.orders: list[tuple[int, int]] = []
@@ -88,6 +92,10 @@ class Slots:
         self.max_total[slot] = request.max_total
         self.ends_at_limit[slot] = request.ends_at_limit
         self.last_turn[slot] = turn
+        self.masked[slot] = request.grammar is not None
+        self.held[slot] = False
+        if request.grammar is not None:
+            request.grammar.pending = 0
         self.news.enter(request)
         self.wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
         for token in request.stop_ids:

@@ -41,6 +41,7 @@ class Kernels(NamedTuple):
     gumbel_argmax: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     logsumexp: Callable[[torch.Tensor], torch.Tensor]
     ranking_keys: Callable[[torch.Tensor], torch.Tensor]
+    forbid_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 REFERENCE = Kernels(
@@ -57,6 +58,7 @@ REFERENCE = Kernels(
     reference_sampling.gumbel_argmax,
     reference_sampling.logsumexp,
     reference_sampling.ranking_keys,
+    reference_sampling.forbid_tokens,
 )
 
 
@@ -80,6 +82,7 @@ def _cpu(dtype: torch.dtype) -> Kernels:
         cpu.gumbel_argmax,
         reference_sampling.logsumexp,
         reference_sampling.ranking_keys,
+        reference_sampling.forbid_tokens,
     )
 
 
@@ -93,6 +96,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     activation: Any = importlib.import_module("octavo.kernels.triton.activation")
     sampling: Any = importlib.import_module("octavo.kernels.triton.sampling")
     logprobs: Any = importlib.import_module("octavo.kernels.triton.logprobs")
+    bitmask: Any = importlib.import_module("octavo.kernels.triton.bitmask")
 
     def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
         rotary_kv.rotary_and_write_kv(q, k, k, cos_sin, positions)  # without a cache it only rotates
@@ -111,6 +115,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         sampling.gumbel_argmax,
         logprobs.logsumexp,
         logprobs.ranking_keys,
+        bitmask.forbid_tokens,
     )
 
 
@@ -188,3 +193,8 @@ def logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def ranking_keys(logits: torch.Tensor) -> torch.Tensor:
     """See `reference_sampling.ranking_keys`."""
     return kernels_for(logits.device.type, logits.dtype).ranking_keys(logits)
+
+
+def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """See `reference_sampling.forbid_tokens`: `logits` is overwritten."""
+    kernels_for(logits.device.type, logits.dtype).forbid_tokens(logits, rows, bits)

@@ -13,6 +13,7 @@ Multipliers and shifts are those of low-bias integer mixers (Wellons, "hash-pros
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 _SLICE_ELEMENTS = 1 << 21  # bounds the temporaries; small enough for a CPU's cache
@@ -114,3 +115,24 @@ def ranking_keys(logits: torch.Tensor) -> torch.Tensor:
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     vocab = logits.shape[1]
     return (bits.long() << 32) | torch.arange(vocab - 1, -1, -1, device=logits.device)
+
+
+def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Set the logits of tokens that a mask leaves out to -inf, in place.
+
+    Args:
+        logits: `[n, vocab]`, any float type.
+        rows: int64 `[m]`, rows of `logits`, each once.
+        bits: int32 `[m, ceil(vocab / 32)]`: bit v % 32 of word v // 32 is set where token v may stay.
+    """
+    if not len(rows):
+        return
+    vocab = logits.shape[1]
+    if logits.device.type == "cpu":  # NumPy takes bits apart many times as fast
+        allowed = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=vocab, bitorder="little")
+        for row, forbidden in zip(rows.tolist(), torch.from_numpy(allowed == 0), strict=True):
+            logits[row].masked_fill_(forbidden, float("-inf"))
+        return
+    place = torch.arange(vocab, device=logits.device)
+    forbidden = (bits[:, place // 32] >> (place % 32).int()) & 1 == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))

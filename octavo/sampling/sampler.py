@@ -31,6 +31,19 @@ class SampleOutput:
     logprobs: PackedLogprobs | None = None
 
 
+@dataclass(frozen=True)
+class RowMasks:
+    """Which tokens some rows may draw.
+
+    Attributes:
+        rows: int64 `[m]` on the device, each once.
+        bits: int32 `[m, ceil(vocab / 32)]` on the device, as `octavo.messages.TokenMasks`.
+    """
+
+    rows: torch.Tensor
+    bits: torch.Tensor
+
+
 @dataclass
 class _Piece:
     """Rows that take the same path together: few enough to be held in float32 at once.
@@ -50,11 +63,11 @@ class _Piece:
 class Sampler:
     """Chooses a token for each row of logits, as the settings of the row's slot ask.
 
-    In this order: logit_bias, allowed_token_ids, bad_words, min_tokens, repetition / frequency /
-    presence penalty, temperature, min_p, top_k, top_p, then the Gumbel-max draw. A row pays only for
-    what it asks for; greedy rows without settings are one argmax. The result of a row depends on its
-    logits, settings, seed and known tokens alone, not on the rows beside it. On a GPU the host neither
-    waits for nor looks at a value of the device.
+    In this order: the form of the output (structured_outputs), logit_bias, allowed_token_ids, bad_words,
+    min_tokens, repetition / frequency / presence penalty, temperature, min_p, top_k, top_p, then the
+    Gumbel-max draw. A row pays only for what it asks for; greedy rows without settings are one argmax. The
+    result of a row depends on its logits, settings, seed and known tokens alone, not on the rows beside it.
+    On a GPU the host neither waits for nor looks at a value of the device.
     """
 
     def __init__(self, state: SamplingState):
@@ -74,11 +87,13 @@ class Sampler:
         num_known: torch.Tensor,
         token_table: torch.Tensor,
         max_known: np.ndarray | None = None,
+        masks: RowMasks | None = None,
     ) -> SampleOutput:
         """Sample one token per row.
 
         Args:
-            logits: `[rows, vocab]`, any float type; not changed.
+            logits: `[rows, vocab]`, any float type; where a mask forbids a token they may become -inf, else
+                they are not changed.
             slots: int32 `[rows]` on the host; a slot may occur in several rows (drafts).
             slots_device: the same on the device, int32 or int64.
             num_known: integers `[rows]` on the device: tokens known before the one being chosen, and so
@@ -86,6 +101,7 @@ class Sampler:
             token_table: int32 `[slots, max_model_len]` on the device, all known tokens (and drafts).
             max_known: integers `[rows]` on the host, upper bounds of `num_known`; bounds the work of
                 penalties. Without it they look at the whole table on a GPU.
+            masks: for rows whose slots have a form (`state.GRAMMAR`).
         """
         rows, vocab = logits.shape
         if vocab != self.state.vocab_size:
@@ -93,14 +109,18 @@ class Sampler:
         if rows == 0:
             return SampleOutput(torch.empty(0, dtype=torch.int32, device=logits.device))
         needs = self._needs(slots)
-        if not needs & ~st.LOGPROBS:
+        given = logits
+        if masks is not None:
+            logits = logits.clone() if needs & st.LOGPROBS else logits  # those tell of the model's own
+            ops.forbid_tokens(logits, masks.rows, masks.bits)
+        if not needs & ~(st.LOGPROBS | st.GRAMMAR):
             tokens = _int32(ops.argmax(logits))
         else:
             self.state.flush()
             tokens = self._draw_pieces(logits, slots, slots_device, num_known, token_table, max_known)
         if not needs & st.LOGPROBS:
             return SampleOutput(tokens)
-        return SampleOutput(tokens, self._logprobs(logits, slots, tokens))
+        return SampleOutput(tokens, self._logprobs(given, slots, tokens))
 
     def is_greedy(self, slots: np.ndarray) -> bool:
         """Whether all rows take the likeliest token and report nothing else of it."""

@@ -20,6 +20,7 @@ ALLOWED = 16
 BAD_WORDS = 32
 MIN_TOKENS = 64
 PENALTY = 128
+GRAMMAR = 256  # a mask comes with each step
 PROCESS = BIAS | ALLOWED | BAD_WORDS | MIN_TOKENS | PENALTY
 
 # Columns of the device table, 32 bits each: floats, integers, and in the last two one int64.
@@ -100,6 +101,8 @@ class SamplingState:
                 flags |= FILTER
         if params.logprobs is not None:
             flags |= LOGPROBS
+        if params.structured_outputs is not None:
+            flags |= GRAMMAR
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             flags |= PENALTY
         self.flags[slot] = flags

@@ -9,7 +9,7 @@ import torch
 
 from octavo.sampling.logprobs import PackedLogprobs
 from octavo.sampling.processors import upload
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import RowMasks, Sampler
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Verifier:
         token_table: torch.Tensor,
         max_known: np.ndarray | None = None,
         num_drafts: np.ndarray | None = None,
+        masks: RowMasks | None = None,
     ) -> VerifyOutput:
         """Tokens of n requests.
 
@@ -63,11 +64,12 @@ class Verifier:
                 `num_known[r]` and after.
             max_known: integers `[n]` on the host, upper bounds of `num_known`.
             num_drafts: integers `[n]` on the host; None: no drafts.
+            masks: which tokens some of the rows may draw (row i of a request, those after its i-th draft).
         """
         if num_drafts is None or not num_drafts.any():
-            out = self.sampler(logits, slots, slots_device, num_known, token_table, max_known)
+            out = self.sampler(logits, slots, slots_device, num_known, token_table, max_known, masks)
             return VerifyOutput(out.tokens, None, None, out.logprobs)
-        return self._judge(logits, slots, slots_device, num_known, token_table, max_known, num_drafts)
+        return self._judge(logits, slots, slots_device, num_known, token_table, max_known, num_drafts, masks)
 
     def _judge(
         self,
@@ -78,6 +80,7 @@ class Verifier:
         token_table: torch.Tensor,
         max_known: np.ndarray | None,
         num_drafts: np.ndarray,
+        masks: RowMasks | None,
     ) -> VerifyOutput:
         n, width = len(slots), int(num_drafts.max())
         start = np.concatenate(([0], np.cumsum(num_drafts + 1))).astype(np.int64)
@@ -94,6 +97,7 @@ class Verifier:
             known[request_d] + offset_d,
             token_table,
             None if max_known is None else max_known[request] + offset,
+            masks,
         )
         column = torch.arange(width + 1, device=logits.device)[None, :]
         rows = torch.minimum(start_d[:, None] + column, (start_d + drafts_d)[:, None])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from octavo.errors import RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.errors import bad_request
-from octavo.server.protocol import SamplingFields
+from octavo.server.protocol import ResponseFormat, SamplingFields
+from octavo.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_ID_LENGTH = 256
 
@@ -34,7 +36,47 @@ def sampling_params(
     values = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
     values["max_tokens"] = max_tokens
     values["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    if (form := output_form(body)) is not None:
+        values["structured_outputs"] = form
     return defaults.clone(**(values | own))
+
+
+def output_form(body: SamplingFields) -> StructuredOutputsParams | None:
+    """The form that a request asks its answer to have, by whichever of the fields that may say so.
+
+    Raises:
+        ApiError: 400 where several do, or one is wrong or incomplete.
+    """
+    forms: dict[str, dict[str, Any]] = {}
+    if body.structured_outputs is not None and any(body.structured_outputs.values()):
+        forms["structured_outputs"] = body.structured_outputs
+    for name in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            forms[f"guided_{name}"] = {name: value, "whitespace_pattern": body.guided_whitespace_pattern}
+    if body.response_format is not None and (asked := _format_fields(body.response_format)):
+        forms["response_format"] = asked
+    if len(forms) > 1:
+        raise bad_request(f"{' and '.join(forms)} are set: give one of them", next(iter(forms)))
+    for name, fields in forms.items():
+        try:
+            return structured_outputs_from(fields)
+        except RequestError as error:
+            raise bad_request(str(error), name) from None
+    return None
+
+
+def _format_fields(given: ResponseFormat) -> dict[str, Any]:
+    """Fields of `StructuredOutputsParams`; none for plain text."""
+    if given.type == "json_object":
+        return {"json_object": True}
+    if given.type == "json_schema":
+        if given.json_schema is None:
+            raise bad_request("response_format.json_schema is missing", "response_format.json_schema")
+        schema = given.json_schema.schema
+        return {"json_object": True} if schema is None else {"json": schema}
+    if given.type == "structural_tag":
+        return {"structural_tag": {"structures": given.structures, "triggers": given.triggers}}
+    return {}
 
 
 def check_request(body: SamplingFields) -> None:

@@ -22,6 +22,28 @@ class StreamOptions(Struct):
     """With include_usage: every chunk carries the usage so far."""
 
 
+class JsonSchemaFormat(Struct):
+    """A schema by OpenAI's `response_format`."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    """None: any JSON object."""
+    description: str | None = None
+    strict: bool | None = None
+    """Without effect: the schema always holds."""
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    """Of a structural_tag: objects with begin, schema and end."""
+    triggers: list[str] | None = None
+    """Of a structural_tag: texts with which structures begin."""
+
+
 class SamplingFields(Struct, kw_only=True):
     """What every generating request may set. Fields left out take the model's generation_config."""
 
@@ -53,6 +75,16 @@ class SamplingFields(Struct, kw_only=True):
     priority: int | None = None
     """Lower runs first, under the priority policy."""
     request_id: str | None = None
+    response_format: ResponseFormat | None = None
+    """The form of the answer: text, json_object, json_schema, or vLLM's structural_tag."""
+    structured_outputs: dict[str, Any] | None = None
+    """The form of the answer, as `StructuredOutputsParams`: json, regex, choice, grammar, …"""
+    guided_json: str | dict[str, Any] | None = None
+    """An older name of structured_outputs.json; likewise the next ones."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:N`."""

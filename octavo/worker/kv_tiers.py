@@ -12,7 +12,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import EngineDeadError
 from octavo.kv.disk_store import DiskStore
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.worker.host_cache import HostCache
 from octavo.worker.host_memory import GIB
 
@@ -23,6 +23,9 @@ _LOOK_AGAIN = 0.0002
 
 class Launched(Protocol):
     """A step on its way."""
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Draw tokens under masks, where the plan has `masked` requests."""
 
     def wait(self) -> StepResult:
         """Block until its results are here."""
@@ -95,6 +98,10 @@ class _StepBesideCopies:
         self._step = step
         self._host = host
 
+    def sample(self, masks: TokenMasks) -> None:
+        """See `Launched`."""
+        self._step.sample(masks)
+
     def wait(self) -> StepResult:
         """See `Launched`."""
         result = self._step.wait()
@@ -107,6 +114,10 @@ class _CopiesAlone:
 
     def __init__(self, tiers: KVTiers):
         self._host, self._store = tiers.host, tiers.store
+
+    def sample(self, masks: TokenMasks) -> None:
+        """There is nothing to draw."""
+        raise ValueError("a step without rows has no tokens to draw")
 
     def wait(self) -> StepResult:
         """See `Launched`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from octavo.errors import EngineDeadError
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan, StepResult, TokenLogprobs
+from octavo.messages import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.processors import upload
+from octavo.sampling.sampler import RowMasks, Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.worker.graphs import DecodeGraphs
@@ -83,13 +85,21 @@ class ModelRunner:
             else:
                 hidden, logits = self._forward(plan, inputs)
             self.forward_seconds += time.perf_counter() - begin
-        sampled = None
-        if logits is not None and len(inputs.sample_requests):
-            sampled = self._sample(plan, inputs, logits)
         packed = None
         if plan.prompt_logprobs is not None:
             assert hidden is not None  # such steps are never replayed
             packed = self._prompt_logprobs(plan, inputs, hidden)
+        if logits is None or not len(inputs.sample_requests):
+            return LaunchedStep(plan, inputs.sample_requests, None, packed, self._transfer)
+        rows = logits
+        if plan.masked is not None:
+
+            @torch.inference_mode()
+            def draw(masks: TokenMasks) -> VerifyOutput:
+                return self._sample(plan, inputs, rows, masks)
+
+            return LaunchedStep(plan, inputs.sample_requests, draw, packed, self._transfer)
+        sampled = self._sample(plan, inputs, rows)
         return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,13 +119,25 @@ class ModelRunner:
             return rows[inputs.sample_rows]
         return rows if len(rows) == inputs.num_requests else rows[: inputs.num_requests]
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor) -> VerifyOutput:
+    def _sample(
+        self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, masks: TokenMasks | None = None
+    ) -> VerifyOutput:
         slots, known = plan.slots, plan.start + plan.num_rows
         if len(inputs.sample_requests) < len(slots):
             slots, known = slots[inputs.sample_requests], known[inputs.sample_requests]
         ends = self.batch.sample_ends(inputs)
+        row_masks = None
+        if masks is not None:
+            places = np.searchsorted(inputs.sample_requests, masks.rows)
+            row_masks = RowMasks(upload(places, self.device), upload(masks.bits, self.device))
         output = self.verifier(
-            logits, slots, inputs.sample_slots, ends, self.batch.token_table, max_known=known
+            logits,
+            slots,
+            inputs.sample_slots,
+            ends,
+            self.batch.token_table,
+            max_known=known,
+            masks=row_masks,
         )
         self.batch.append(inputs, ends, output.tokens)
         return output
@@ -157,22 +179,43 @@ class _PromptPart:
 
 
 class LaunchedStep:
-    """A step on its way: its results are being copied to the host."""
+    """A step on its way: its results are being copied to the host (once `sample` has drawn them)."""
 
     def __init__(
         self,
         plan: StepPlan,
         sample_requests: np.ndarray,
-        sampled: VerifyOutput | None,
+        sampled: VerifyOutput | Callable[[TokenMasks], VerifyOutput] | None,
         prompt: _PromptPart | None,
         transfer: TokenTransfer,
     ):
         self._plan = plan
         self._sample_requests = sample_requests
-        self._logprobs = sampled.logprobs if sampled is not None else None
         self._prompt = prompt
+        self._transfer = transfer
+        self._draw = None
+        if callable(sampled):
+            self._draw = sampled
+        else:
+            self._fetch(sampled)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Draw the tokens of a plan with masked requests, before the next step is launched.
+
+        Raises:
+            ValueError: the plan has none, or this was done.
+        """
+        if self._draw is None:
+            raise ValueError(f"step {self._plan.step_id} has no tokens to draw under masks")
+        draw, self._draw = self._draw, None
+        self._fetch(draw(masks))
+
+    def _fetch(self, sampled: VerifyOutput | None) -> None:
+        """Begin to copy what was drawn."""
+        prompt = self._prompt
+        self._logprobs = sampled.logprobs if sampled is not None else None
         self._num_tokens = self._logprob_data = self._prompt_data = None
-        self._tokens, self._event = transfer.start(None if sampled is None else sampled.tokens)
+        self._tokens, self._event = self._transfer.start(None if sampled is None else sampled.tokens)
         if sampled is not None:
             if sampled.num_tokens is not None:
                 self._num_tokens = _to_host(sampled.num_tokens)

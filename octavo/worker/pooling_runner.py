@@ -9,7 +9,7 @@ import torch
 
 from octavo.errors import EngineDeadError
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.models.pooling import Pooler
 from octavo.worker.input_batch import InputBatch
 
@@ -82,6 +82,10 @@ class LaunchedPooling:
                 self._pooled = host.copy_(pooled, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Vectors are not drawn."""
+        raise ValueError("an embedding has no tokens to draw")
 
     def wait(self) -> StepResult:
         """Block until the results are here.
