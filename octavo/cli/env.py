@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """Everything that the command tells, as JSON values; memory in bytes. May build the CPU kernels."""
     from octavo.models.pull import DEFAULT_MODEL, default_model_path, find_default
+    from octavo.planning.capabilities import capabilities
     from octavo.planning.hardware import detect
     from octavo.version import __version__
 
@@ -89,6 +90,10 @@ def collect() -> dict[str, Any]:
         "cuda": found.gpus.cuda_version,
         "compiler": compiler and {"path": compiler.path, "version": compiler.version},
         "cpu_kernels": _cpu_kernels(),
+        "quantization": {
+            device: {name: {"mode": run.mode, "reason": run.reason} for name, run in methods.items()}
+            for device, methods in capabilities(found.gpus.gpus).items()
+        },
         "libraries": {
             name: {"version": version, "enables": LIBRARIES.get(name)}
             for name, version in found.libraries.items()
@@ -182,6 +187,11 @@ def render(report: dict[str, Any]) -> str:
         )
     if not report["gpus"]:
         lines.append(_row("gpu", f"none usable: {report['gpu_note']}"))
+    for device, methods in report["quantization"].items():
+        lines.append(_row("quantized weights", f"on {device}, by what checkpoints ask for:"))
+        for name, run in methods.items():
+            reason = f", since {run['reason']}" if run["reason"] else ""
+            lines.append(_row(f"  {name}", f"{run['mode']}{reason}"))
     lines.append(_row("libraries", ""))
     for name, library in report["libraries"].items():
         use = f" ({library['enables']})" if library["enables"] else ""

@@ -105,8 +105,10 @@ class _CoreCollector(Collector):
         histograms: list[LatencyHistogram],
         labels: tuple[str, str],
         memory: Mapping[str, int],
+        weights: str,
     ):
         self._stats = stats
+        self._weights = weights
         self._memory = memory
         self._histograms = histograms
         self._labels = labels
@@ -145,6 +147,7 @@ class _CoreCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
+        yield self._kept()
         yield self._by_kind(stats)
         for name, text, value in counters:
             counter = CounterMetricFamily(name, text, labels=LABELS)
@@ -166,6 +169,14 @@ class _CoreCollector(Collector):
             ),
         ):
             yield _family(f"vllm:{name}", text, BOUNDS, times.counts, times.total, self._labels)
+
+    def _kept(self) -> GaugeMetricFamily:
+        """How weights are kept and computed on, as the start-up log says it."""
+        gauge = GaugeMetricFamily(
+            "octavo:weights_info", "How weights are kept and computed on.", labels=(*LABELS, "weights")
+        )
+        gauge.add_metric((*self._labels, self._weights), 1)
+        return gauge
 
     def _by_kind(self, stats: CoreStats) -> GaugeMetricFamily:
         """The memory ledger; recorded steps come as they are first met, out of what was free."""
@@ -190,16 +201,18 @@ class Metrics:
         model_name: str,
         max_model_len: int,
         memory: Mapping[str, int] | None = None,
+        weights: str = "",
     ):
         """Set them up.
 
         Args:
             memory: bytes by what holds them (`ModelFacts.memory`).
+            weights: how they are kept (`ModelFacts.summary`).
         """
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
         self._histograms: list[LatencyHistogram] = []
-        self._registry.register(_CoreCollector(stats, self._histograms, labels, memory or {}))
+        self._registry.register(_CoreCollector(stats, self._histograms, labels, memory or {}, weights))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LatencyHistogram:
             self._histograms.append(LatencyHistogram(name, text, buckets))

@@ -102,7 +102,10 @@ class Service:
             config.tokenizer_threads,
             load_chat_template(template) if template else None,
         )
-        self.metrics = Metrics(engine.stats, self.names[0], engine.max_model_len, engine.facts.memory)
+        facts = engine.facts
+        self.metrics = Metrics(
+            engine.stats, self.names[0], engine.max_model_len, facts.memory, facts.summary.get("weights", "")
+        )
         self.jobs: set[asyncio.Task[None]] = set()
         self.expired: set[asyncio.Task[None]] = set()
         self.draining = False

@@ -11,6 +11,7 @@ from octavo.cli import env
 from octavo.cli.main import main
 from octavo.kernels.cpu import build
 from octavo.planning import hardware
+from octavo.planning.capabilities import capabilities
 
 
 def test_json_and_text_tell_the_same(capsys):
@@ -24,6 +25,8 @@ def test_json_and_text_tell_the_same(capsys):
     assert report["default_model"]["path"] in text
     for name in report["cpu"]["instruction_sets"] or ():
         assert name in text
+    assert report["quantization"]["cpu"]["FP8_DYNAMIC"]["mode"] == "dequantized"
+    assert "FP8_DYNAMIC       dequantized, since CPUs have no kernels for fp8" in text
 
 
 def test_every_instruction_set_says_what_it_enables():
@@ -53,6 +56,16 @@ def test_gpus_are_described():
     report = {**env.collect(), "gpus": [described]}
     assert "NVIDIA H200, compute capability 9.0" in env.render(report)
     assert "tensor cores for bfloat16 and fp8" in env.render(report)
+
+
+def test_what_gpus_make_of_quantized_weights():
+    ampere = hardware.GpuInfo(0, "NVIDIA A100", (8, 0), 80 * 2**30, 79 * 2**30, 108)
+    told = capabilities((ampere,))
+    assert list(told) == ["cpu", "cuda:0"]
+    assert told["cuda:0"]["W4A16"].mode == "W4A16"
+    assert str(told["cuda:0"]["FP8_BLOCK"]) == (
+        "W8A16, since FP8 is multiplied from compute capability 8.9 on, NVIDIA A100 has 8.0"
+    )
 
 
 def test_pull_path_follows_the_cache_and_brings_nothing(monkeypatch, tmp_path, capsys):

@@ -82,7 +82,8 @@ class FakeEngine:
         self.cached: dict[tuple[int, ...], int] = {}
         self.down = False
         self.profiles = 0  # under way
-        self.facts = types.SimpleNamespace(memory={"total": 100, "weights": 60, "kv_cache": 30, "free": 10})
+        memory = {"total": 100, "weights": 60, "kv_cache": 30, "free": 10}
+        self.facts = types.SimpleNamespace(memory=memory, summary={"weights": "as dtype"})
         self.pool = BlockPool(5000)
 
     def kill(self) -> None:
