@@ -52,10 +52,11 @@ def replayed(monkeypatch) -> list[int]:
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     monkeypatch.setattr(CausalLM, "prepare_replay", lambda self, meta: None)
 
-    def make(*args: Any, **settings: Any) -> model_runner.ModelRunner:
-        return model_runner.ModelRunner(*args, **(settings | {"use_graphs": True}))
+    class Graphed(model_runner.ModelRunner):
+        def __init__(self, *args: Any, **settings: Any):
+            super().__init__(*args, **(settings | {"use_graphs": True}))
 
-    monkeypatch.setattr(worker, "ModelRunner", make)
+    monkeypatch.setattr(worker, "ModelRunner", Graphed)
     return sizes
 
 
