@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import half
@@ -15,15 +16,17 @@ from octavo.kernels.quant_ops import has_kernels
 from octavo.layers.attention_layer import Attention
 from octavo.layers.layer import BuildContext
 from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from octavo.models.loader import load_model_config
-from octavo.models.loading import build_model
+from octavo.models.loader import iterate_weights, load_model_config
+from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import find_model
 from octavo.models.quantized import checkpoint_quantization
 from octavo.parallel.state import TensorParallelGroup
+from octavo.quantization.capability import Hardware
 from octavo.quantization.checkpoint_runners import DenseRunner, MatricesRunner, PackedRunner
 from octavo.quantization.linear_method import linear_method
 from octavo.quantization.matrices import Int4Matrix, Matrix, Matrix8, Nf4Matrix
 from octavo.worker.weight_bytes import kept_weight_bytes
+from tests import tiny
 from tests.parallel.threads import on_ranks
 from tests.quantization.checkpoints import (
     AMPERE,
@@ -264,3 +267,49 @@ def test_sizes_are_known_before_anything_is_loaded(name: str, monkeypatch: pytes
         assert 0.8 < counted / kept < 1.25
     else:
         assert counted == kept
+
+
+def in_fp8_blocks(source: Path, quantized: Path, plain: Path) -> None:
+    """A checkpoint in "fp8" with blocks of 128 x 128, and one of the same numbers that is not quantized."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        weights |= load_file(file)
+    stored, same = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if weight.dim() != 2 or not name.endswith("_proj.weight") and "_proj_with" not in name:
+            continue
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        blocks = torch.nn.functional.pad(
+            weight, (0, 128 * columns - weight.shape[1], 0, 128 * rows - len(weight))
+        )
+        scale = blocks.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+        wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
+        codes = (weight / wide).to(torch.float8_e4m3fn)
+        stored[name], stored[f"{name}_scale_inv"] = codes, scale
+        same[name] = codes.float() * wide
+    raw = json.loads((source / "config.json").read_text())
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    for folder, tensors, extra in ((quantized, stored, {"quantization_config": entry}), (plain, same, {})):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(raw | extra))
+
+
+@pytest.mark.parametrize("hardware", [AMPERE, None], ids=["ampere", "cpu"])
+@pytest.mark.parametrize("variant", ["deepseek-v2-lite", "deepseek-v3"])
+def test_latent_attention_and_experts(
+    variant: str, hardware: Hardware | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that change places in blocks that share a scale."""
+    in_fp8_blocks(Path(tiny.checkpoint(variant)), tmp_path / "fp8", tmp_path / "plain")
+    source = find_model(str(tmp_path / "plain"))
+    config = load_model_config(source)
+    plain = build_model(config, dtype=torch.float32, device="cpu", max_model_len=64, block_size=8)
+    targets = load_targets(plain)
+    load_weights(
+        plain, iterate_weights(source, config, targets, "auto", torch.float32, "cpu", progress=False)
+    )
+    if hardware is not None:
+        pretend(monkeypatch, hardware)
+    tokens = torch.tensor(tiny.PROMPTS[0][:30])
+    CLOSE(logits(load(tmp_path / "fp8"), tokens), logits(plain, tokens), rtol=1e-4, atol=1e-4)
