@@ -325,7 +325,7 @@ class Worker:
     def _measure_memory(self) -> Ledger:
         """What holds how much, now that everything is there."""
         tables: list[Any] = [self.runner.batch]
-        if isinstance(self.runner, ModelRunner):
+        if not isinstance(self.runner, PoolingRunner):
             tables.append(self.runner.sampling)
         host = 0 if self.tiers is None else self.tiers.host.num_slots * self.tiers.host.page_bytes
         return measured_ledger(

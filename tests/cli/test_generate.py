@@ -59,7 +59,7 @@ def test_choices_are_numbered(model, capsys):
     ("args", "stdin", "told"),
     [
         (["--temperature", "nan", "hi"], b"", "temperature=nan"),
-        (["--block-size", "16", "--quantization", "fp8", "hi"], b"", "'fp8'"),
+        (["--block-size", "16", "--quantization", "fp9", "hi"], b"", "'fp9'"),
         (["--structured-outputs", "{}", "hi"], b"", "structured_outputs"),
         (["--raw", "--system", "x", "hi"], b"", "--system"),
         (["-"], b"", "the prompt is empty"),
