@@ -80,7 +80,7 @@ class _Endpoint:
                 service.check_accepting()
             if operation.request is not None:
                 raw = await read_body(scope, receive, service.config.max_request_bytes)
-                body = decode_body(raw, operation.request)
+                body = decode_body(raw, operation.request, service.config.strict_fields)
         except Exception as error:
             await as_api_error(error).response()(scope, receive, send)
             return

@@ -225,8 +225,8 @@ async def _answer(service: Service, line: InputLine, request: BatchRequest) -> B
     scope = {"headers": [(b"x-request-id", request_id.encode())]}
     try:
         assert operation.request is not None
-        body: Any = decode_body(bytes(request.body), operation.request)
-        if body.stream:
+        body: Any = decode_body(bytes(request.body), operation.request, service.config.strict_fields)
+        if getattr(body, "stream", None):  # embeddings and scores have none
             raise bad_request("stream is not available in a batch: leave it out", "stream")
         response: Any = await operation.handler(service, scope, body)
         status, content = response.status_code, bytes(response.body)

@@ -16,7 +16,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
-from octavo.server.params import check_request, new_request_id, sampling_params
+from octavo.server.params import check_request, new_request_id, sampling_params, truncated
 from octavo.server.parsing import check_depth
 from octavo.server.protocol import (
     AssistantMessage,
@@ -69,10 +69,20 @@ async def _prepare(service: Service, body: ChatRequest, model: str, request_id: 
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=top if body.logprobs else None,
     )
-    extra = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    extra = {name: value for name, value in given.items() if value is not None}
     prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra))
+    prompt = truncated(prompt, body, params, service.engine.max_model_len)
     style = LogprobStyle(service.text, top, bool(body.return_tokens_as_token_ids), params.skip_special_tokens)
-    return _ChatJob(service, body, params, prompt, style, f"chatcmpl-{request_id}", model)
+    return _ChatJob(service, body, params, prompt, style, f"chatcmpl-{request_id}", model, _echo(body))
+
+
+def _echo(body: ChatRequest) -> str:
+    """The text of the assistant's last message, where the answer is to begin with it."""
+    last = body.messages[-1]
+    if not body.echo or last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "".join(p.text or "" for p in last.content)
 
 
 def chat_prompt(
@@ -156,6 +166,7 @@ class _ChatJob:
     style: LogprobStyle
     id: str
     model: str
+    lead: str = ""  # text that an echo begins with
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def complete(self) -> ChatCompletion:
@@ -193,7 +204,10 @@ class _ChatJob:
                     interim = (usage.total() if continuous else None) if with_usage else UNSET
                     if first:
                         first = False
-                        events += [self._role_event(i, interim) for i in range(self.params.n)]
+                        for i in range(self.params.n):
+                            events.append(self._first_event(i, _ROLE, interim))
+                            if self.lead:
+                                events.append(self._first_event(i, Delta(content=self.lead), interim))
                     for output in out.outputs:
                         usage.add(len(output.token_ids))
                         choice = self._chunk_choice(output)
@@ -225,11 +239,12 @@ class _ChatJob:
             cache_salt=self.body.cache_salt,
         )
 
-    def _role_event(self, index: int, usage: Any) -> bytes:
+    def _first_event(self, index: int, delta: Delta, usage: Any) -> bytes:
+        """What comes before any token: the role, then what is echoed."""
         chunk = ChatChunk(
-            self.id, self.created, self.model, [ChatChunkChoice(index, _ROLE, None, None)], usage
+            self.id, self.created, self.model, [ChatChunkChoice(index, delta, None, None)], usage
         )
-        if self.body.return_token_ids and index == 0:
+        if self.body.return_token_ids and index == 0 and delta is _ROLE:
             chunk.prompt_token_ids = self.prompt
         return event(chunk)
 
@@ -244,7 +259,7 @@ class _ChatJob:
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         return ChatChoice(
             index=output.index,
-            message=AssistantMessage(output.text),
+            message=AssistantMessage(self.lead + output.text),
             logprobs=self._logprobs(output),
             finish_reason=output.finish_reason,  # type: ignore[arg-type]  # others never get here
             stop_reason=stop_cause(output),

@@ -34,6 +34,10 @@ class ServerConfig:
         16 * 2**20, "Largest request body; larger ones are refused with 413.", low=1024, unit="bytes"
     )
     max_prompts_per_request: int = setting(1024, "Most prompts in one completion request.", low=1)
+    strict_fields: bool = setting(
+        False,
+        "Refuse requests with unknown fields (400) instead of ignoring these with a line in the log.",
+    )
     trust_request_chat_template: bool = setting(
         False, "Let requests bring their own chat template, which is a program that this server then runs."
     )

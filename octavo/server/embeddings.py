@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -37,28 +37,28 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, request_id
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     name = f"embd-{body.request_id or request_id or new_request_id()}"
-    calls = [
-        service.engine.embed(
-            prompt, params, f"{name}-{i}", prompt_name=body.prompt_name, priority=body.priority or 0
-        )
-        for i, prompt in enumerate(_prompts(service, body))
-    ]
+    prompts = _prompts(service, body)
     try:
-        outputs = await _all(calls)
+        outputs = await embed_all(service, prompts, params, name, body.prompt_name, body.priority)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls it
             raise bad_request(str(error), "input") from None
         raise
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
     answer = EmbeddingResponse(
         id=name,
         created=int(time.time()),
         model=model,
         data=[_item(i, output, body.encoding_format) for i, output in enumerate(outputs)],
-        usage=Usage(tokens, 0, tokens, PromptTokensDetails(cached)),
+        usage=embedding_usage(outputs),
     )
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def embedding_usage(outputs: Sequence[EmbeddingRequestOutput]) -> Usage:
+    """Tokens of all texts."""
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(tokens, 0, tokens, PromptTokensDetails(cached))
 
 
 def _prompts(service: Service, body: EmbeddingRequest) -> list[str | list[int]]:
@@ -79,9 +79,27 @@ def _prompts(service: Service, body: EmbeddingRequest) -> list[str | list[int]]:
     return items
 
 
-async def _all(calls: list[Coroutine[Any, Any, EmbeddingRequestOutput]]) -> list[EmbeddingRequestOutput]:
-    """All results in order; the first error, or the client's leaving, ends the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+async def embed_all(
+    service: Service,
+    prompts: Sequence[str | list[int]],
+    params: PoolingParams,
+    name: str,
+    prompt_name: str | None,
+    priority: int | None,
+) -> list[EmbeddingRequestOutput]:
+    """All embeddings in order; the first error, or the client's leaving, ends the others.
+
+    Raises:
+        RequestError, RequestFailedError, EngineDeadError: as the engine's `embed`.
+    """
+    tasks = [
+        asyncio.ensure_future(
+            service.engine.embed(
+                prompt, params, f"{name}-{i}", prompt_name=prompt_name, priority=priority or 0
+            )
+        )
+        for i, prompt in enumerate(prompts)
+    ]
     try:
         return await asyncio.gather(*tasks)
     finally:

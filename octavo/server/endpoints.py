@@ -30,15 +30,19 @@ from octavo.server.protocol import (
     DetokenizeResponse,
     EmbeddingRequest,
     EmbeddingResponse,
+    LoadResponse,
     ModelCard,
     ModelList,
     PrefixCacheInfo,
     ProfileResponse,
+    ScoreRequest,
+    ScoreResponse,
     StatusResponse,
     TokenizeRequest,
     TokenizeResponse,
     VersionResponse,
 )
+from octavo.server.scoring import create_score
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
 from octavo.version import __version__
@@ -104,6 +108,10 @@ async def _embeddings(service: Service, scope: Scope, body: EmbeddingRequest) ->
     return await create_embeddings(service, body, header_request_id(scope))
 
 
+async def _score(service: Service, scope: Scope, body: ScoreRequest) -> AsgiResponse:
+    return await create_score(service, body, header_request_id(scope))
+
+
 async def _tokenize(service: Service, scope: Scope, body: TokenizeRequest) -> AsgiResponse:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -146,6 +154,10 @@ async def _health(service: Service, scope: Scope, body: None) -> AsgiResponse:
     service.check_accepting()
     await service.engine.check_health()
     return json_response(StatusResponse())
+
+
+async def _load(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    return json_response(LoadResponse(len(service.jobs)))
 
 
 async def _version(service: Service, scope: Scope, body: None) -> AsgiResponse:
@@ -216,6 +228,18 @@ OPERATIONS: tuple[Operation, ...] = (
         EmbeddingResponse,
         generates=True,
     ),
+    *(
+        Operation(
+            "POST",
+            path,
+            "How similar texts are, by a model that makes embeddings.",
+            _score,
+            ScoreRequest,
+            ScoreResponse,
+            generates=True,
+        )
+        for path in ("/v1/score", "/score")
+    ),
     Operation("GET", "/v1/models", "Names under which the model is served.", _models, response=ModelList),
     Operation("GET", "/v1/models/{model}", "One of these names.", _model, response=ModelCard),
     Operation(
@@ -239,6 +263,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/ping", "The same as /health.", _health, response=StatusResponse, open=True),
     Operation("POST", "/ping", "The same as /health.", _health, response=StatusResponse, open=True),
+    Operation("GET", "/load", "How many requests are under way.", _load, response=LoadResponse),
     Operation(
         "GET", "/version", "Version, and what block keys are made from.", _version, response=VersionResponse
     ),

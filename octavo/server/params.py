@@ -41,6 +41,28 @@ def sampling_params(
     return defaults.clone(**(values | own))
 
 
+def truncated(
+    prompt: list[int], body: SamplingFields, params: SamplingParams, max_model_len: int
+) -> list[int]:
+    """A prompt's end, as `truncate_prompt_tokens` asks.
+
+    Raises:
+        ApiError: 400 for a number that is neither -1 nor positive.
+    """
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == -1:
+        # One that leaves no room at all is refused by the engine.
+        most = max(1, max_model_len - (params.max_tokens or 1))
+    elif most < 1:
+        raise bad_request(
+            f"truncate_prompt_tokens={most} is not valid: give a positive integer, or -1 for what fits",
+            "truncate_prompt_tokens",
+        )
+    return prompt[-most:]
+
+
 def output_form(body: SamplingFields) -> StructuredOutputsParams | None:
     """The form that a request asks its answer to have, by whichever of the fields that may say so.
 

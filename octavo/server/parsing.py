@@ -45,14 +45,14 @@ NOT_BUILT: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda value: value is None or value == ["text"],
     "prediction": _empty,
     "web_search_options": lambda value: value is None,
-    "documents": _empty,
     "mm_processor_kwargs": _empty,
     "prompt_embeds": _empty,
     "suffix": _empty,
     "best_of": _one_or_none,
     "use_beam_search": _empty,
+    "length_penalty": _one_or_none,  # of beam search
+    "early_stopping": _empty,  # likewise
     "logits_processors": _empty,
-    "truncate_prompt_tokens": lambda value: value is None,
     "kv_transfer_params": _empty,
     "lora_request": _empty,
 }
@@ -104,11 +104,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
+def decode_body(body: bytes, kind: type[T], strict: bool = False) -> T:
     """Parse a JSON body.
 
     Fields of features that are not built are refused; unknown ones are ignored with a warning in
-    the log that names the nearest known field.
+    the log that names the nearest known field, or refused too if `strict`.
 
     Raises:
         ApiError: 400 with the field at fault in `param`.
@@ -116,7 +116,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     try:
         given = _raw_decoder().decode(body)
         for name in given.keys() - _known_fields(kind):
-            _refuse_or_warn(name, given[name], kind)
+            _refuse_or_warn(name, given[name], kind, strict)
         value: T = _decoder(kind).decode(body)
     except RecursionError:
         raise bad_request("the request body is nested too deeply") from None
@@ -163,8 +163,17 @@ def _known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
 
-def _refuse_or_warn(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct]) -> None:
+def _refuse_or_warn(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], strict: bool) -> None:
     harmless = NOT_BUILT.get(name)
+    if harmless is None and strict:
+        name = name[:64]
+        raise ApiError(
+            400,
+            f"{name!r} is no field of this request{_nearest(name, kind)}: leave it out (this server was "
+            "started with --strict-fields)",
+            param=name,
+            code="unknown_parameter",
+        )
     if harmless is None:
         _warn_unknown(name[:64], kind)
     elif not harmless(msgspec.json.decode(raw)):
@@ -178,9 +187,13 @@ def _refuse_or_warn(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct]) -> 
 
 @functools.lru_cache(maxsize=1024)  # each name once, so that a busy client does not flood the log
 def _warn_unknown(name: str, kind: type[msgspec.Struct]) -> None:
+    logger.warning("ignored the unknown request field %r%s", name, _nearest(name, kind))
+
+
+def _nearest(name: str, kind: type[msgspec.Struct]) -> str:
+    """A hint at the known field that a client may have meant; empty where none is near."""
     near = difflib.get_close_matches(name, _known_fields(kind), 1)
-    hint = f" (did the client mean {near[0]}?)" if near else ""
-    logger.warning("ignored the unknown request field %r%s", name, hint)
+    return f" (did the client mean {near[0]}?)" if near else ""
 
 
 def _explain(message: str) -> ApiError:

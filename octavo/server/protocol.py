@@ -68,6 +68,8 @@ class SamplingFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Tokens of the prompt's end that are read; -1: as many as leave room for the answer."""
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     cache_salt: str | None = None
@@ -164,6 +166,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template: str | None = None
     """A Jinja template; only if the server was started with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, str]] | None = None
+    """Handed to the chat template."""
+    echo: bool | None = None
+    """Begin the answer with the last message's text, if that is the assistant's."""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -173,7 +179,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     store: bool | None = None
     """Accepted for compatibility; nothing is stored."""
     metadata: dict[str, str] | None = None
-    """Accepted for compatibility; without effect."""
+    """Accepted for compatibility; without effect. Likewise the next ones."""
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    verbosity: str | None = None
     parallel_tool_calls: bool | None = None
     """Accepted for compatibility; without effect."""
 
@@ -373,6 +383,50 @@ class EmbeddingResponse(Struct, kw_only=True):
     model: str
     data: list[Embedding]
     usage: Usage
+
+
+class ScoreRequest(Struct, kw_only=True):
+    """Body of POST /v1/score."""
+
+    text_1: str | list[str]
+    """A text, which is compared with each of text_2; or a list of as many."""
+    text_2: str | list[str]
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    """Tokens of a text's beginning that are read; -1: as many as the model takes."""
+    prompt_name: str | None = None
+    """Which of the model's own prompts is put before each text."""
+    priority: int | None = None
+    """Lower runs first, under the priority policy."""
+    request_id: str | None = None
+    user: str | None = None
+    """Accepted for compatibility; without effect."""
+
+
+class Score(Struct):
+    """How similar two texts are: the cosine of their embeddings, -1 to 1."""
+
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreResponse(Struct, kw_only=True):
+    """Answer of POST /v1/score."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class LoadResponse(Struct):
+    """Answer of GET /load."""
+
+    server_load: int
+    """Requests for texts, embeddings and scores under way."""
 
 
 class ModelCard(Struct):

@@ -65,7 +65,7 @@ class FakeEngine:
 
     def __init__(self, text: str = "héllo 🙂 world. ", delay: float = 0.0, per_step: int = 1, **config: Any):
         self.config = EngineConfig(model="some/model", **config)
-        self.model_config = types.SimpleNamespace(vocab_size=VOCAB)
+        self.model_config = types.SimpleNamespace(vocab_size=VOCAB, extra={})
         self.tokenizer: Any = ByteTokenizer()
         self.model_name = "model"
         self.max_model_len = 200

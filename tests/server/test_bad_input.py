@@ -41,6 +41,10 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "seed": 2**70}, "seed"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty"),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"prompt": "a", "response_format": {"type": "structural_tag"}, "guided_regex": "a"}, "guided_regex"),
@@ -192,6 +196,20 @@ def test_unknown_field_warns_with_the_nearest(server: Running, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert server.post(CHAT, {"messages": MESSAGES, "temprature": 1}).status_code == 200
     assert "'temprature' (did the client mean temperature?)" in caplog.text
+
+
+def test_strict_fields_refuses_unknown_ones_and_no_others() -> None:
+    with running(strict_fields=True) as server:
+        for path, body in ((CHAT, {"messages": MESSAGES}), (TEXTS, {"prompt": "a"})):
+            error = check_error(server.post(path, body | {"temprature": 1}))
+            assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+            assert "did the client mean temperature?" in error["message"]
+            assert server.post(path, body | {"temperature": 1, "best_of": 1, "user": "u"}).status_code == 200
+        openai_fields = {
+            "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k", "verbosity": "low",
+            "reasoning_effort": "low", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": False,
+        }  # fmt: skip
+        assert server.post(CHAT, {"messages": MESSAGES} | openai_fields).status_code == 200
 
 
 def test_surprises_are_not_shown() -> None:

@@ -71,6 +71,19 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in body.items() if k not in ("id", "created")}
 
 
+def test_embeddings_and_scores_in_a_batch(files):
+    ask = {"method": "POST", "url": "/v1/embeddings"}
+    write(
+        files[0],
+        ask | {"custom_id": "e", "body": {"input": "ab"}},
+        ask | {"custom_id": "s", "url": "/v1/score", "body": {"text_1": "a", "text_2": ["b", "a"]}},
+    )
+    assert run(files).answered == 2
+    found = {name: r["response"]["body"]["data"] for name, r in by_id(files[1]).items()}
+    assert found["e"][0]["embedding"] == [3.0, 256.0, 0.25, -1.5]
+    assert [round(item["score"], 6) for item in found["s"]] == [1, 1]
+
+
 def test_a_line_means_what_an_http_request_means(files):
     bodies = {
         "chat": (CHAT, {"temperature": 0, "logprobs": True, "top_logprobs": 2}),
