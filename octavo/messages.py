@@ -6,6 +6,8 @@ a thread, a process or a rank. Layers above and below know each other only throu
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -94,16 +96,35 @@ class CoreOutput(msgspec.Struct, omit_defaults=True, gc=False):  # hundreds a st
     complete: bool = False
 
 
-class TimeHistogram(msgspec.Struct, array_like=True):
-    """Seconds counted by bucket: `counts[i]` are those above bound i - 1 and up to bound i of
-    `octavo.kv.residency.BOUNDS`, the last those above all bounds; `total` is their sum."""
+# Upper bounds of the buckets of `CoreStats.iteration_tokens` (those of vLLM's metric).
+ITERATION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class BucketCounts(msgspec.Struct, array_like=True):
+    """Values counted by bucket: `counts[i]` are those above bound i - 1 and up to bound i of the bounds that
+    `add` was called with (always the same), the last those above all bounds; `total` is their sum. Empty
+    before the first."""
 
     counts: list[int] = []
     total: float = 0.0
 
+    def add(self, bounds: Sequence[float], value: float) -> None:
+        """Count a value."""
+        if not self.counts:
+            self.counts = [0] * (len(bounds) + 1)
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
 
 class CoreStats(msgspec.Struct):
     """Gauges and counters of the engine core; counters only grow.
+
+    Attributes:
+        prompt_tokens, prompt_tokens_cached: of requests that yielded a token, and those of them that were not
+            computed, whatever cache they came from.
+        iteration_tokens: tokens computed by a step, by `ITERATION_BOUNDS`; `num_steps` are counted.
+        spec_drafts, spec_draft_tokens, spec_accepted_tokens: drafts that were verified, their tokens, and how
+            many of these were accepted; `spec_accepted_per_pos[i]` of those stood at place i of their draft.
 
     Attributes of the host tier (0 without one):
         host_blocks_total, host_blocks_used: its slots, and those that hold a block.
@@ -122,7 +143,7 @@ class CoreStats(msgspec.Struct):
         prefix_cache_evictions: device blocks that lost their key because they were reused.
         graph_bytes: device memory that recorded steps hold.
         block_lifetime, block_idle, block_reuse_gap: of sampled blocks, from allocation to eviction, from
-            the last use to eviction, and between uses.
+            the last use to eviction, and between uses, by `octavo.kv.residency.BOUNDS`.
     """
 
     num_running: int = 0
@@ -134,6 +155,7 @@ class CoreStats(msgspec.Struct):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
     host_blocks_total: int = 0
@@ -154,9 +176,14 @@ class CoreStats(msgspec.Struct):
     resumed_by_compute: int = 0
     prefix_cache_evictions: int = 0
     graph_bytes: int = 0
-    block_lifetime: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
-    block_idle: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
-    block_reuse_gap: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_per_pos: list[int] = []
+    iteration_tokens: BucketCounts = msgspec.field(default_factory=BucketCounts)
+    block_lifetime: BucketCounts = msgspec.field(default_factory=BucketCounts)
+    block_idle: BucketCounts = msgspec.field(default_factory=BucketCounts)
+    block_reuse_gap: BucketCounts = msgspec.field(default_factory=BucketCounts)
 
 
 class ProfileStatus(msgspec.Struct, omit_defaults=True):

@@ -12,17 +12,17 @@ from octavo.server.config import API_KEY_VARIABLE
 _SECONDS = 10.0
 # Metrics that are told, without their prefix: by the name in the report.
 _TOLD = {
-    "kv_cache_usage": "vllm:kv_cache_usage_perc",
-    "num_running": "vllm:num_requests_running",
-    "num_waiting": "vllm:num_requests_waiting",
-    "preemptions": "vllm:num_preemptions_total",
-    "prefix_cache_queries": "vllm:prefix_cache_queries_total",
-    "prefix_cache_hits": "vllm:prefix_cache_hits_total",
-    "prefix_cache_evictions": "octavo:prefix_cache_evictions_total",
-    "host_cache_queries": "vllm:external_prefix_cache_queries_total",
-    "host_cache_hits": "vllm:external_prefix_cache_hits_total",
-    "kv_bytes_to_host": "octavo:kv_bytes_to_host_total",
-    "kv_bytes_from_host": "octavo:kv_bytes_from_host_total",
+    "kv_cache_usage": "kv_cache_usage_perc",
+    "num_running": "num_requests_running",
+    "num_waiting": "num_requests_waiting",
+    "preemptions": "num_preemptions_total",
+    "prefix_cache_queries": "prefix_cache_queries_total",
+    "prefix_cache_hits": "prefix_cache_hits_total",
+    "prefix_cache_evictions": "prefix_cache_evictions_total",
+    "host_cache_queries": "external_prefix_cache_queries_total",
+    "host_cache_hits": "external_prefix_cache_hits_total",
+    "kv_bytes_to_host": "kv_bytes_to_host_total",
+    "kv_bytes_from_host": "kv_bytes_from_host_total",
 }
 
 
@@ -56,10 +56,11 @@ def ask(url: str, api_key: str | None) -> dict[str, Any]:
         for family in text_string_to_metric_families(metrics.text):
             for sample in family.samples:
                 told["model"] = sample.labels.get("model_name", told["model"])
-                if sample.name == "octavo:memory_bytes":
+                name = sample.name.partition(":")[2]  # the prefix is the server's choice
+                if name == "memory_bytes":
                     memory[sample.labels["kind"]] = int(sample.value)
                 else:
-                    values[sample.name] = sample.value
+                    values[name] = sample.value
         told["memory_bytes"] = memory
         told["kv"] = {name: values[metric] for name, metric in _TOLD.items()}
     except (ValueError, KeyError, TypeError):

@@ -11,7 +11,15 @@ from octavo.config import EngineConfig
 from octavo.engine.executor import EncoderExecutor
 from octavo.errors import EngineDeadError
 from octavo.kv.map import STATES
-from octavo.messages import CoreOutput, CoreRequest, CoreStats, KVMap, ModelFacts, RequestMetrics
+from octavo.messages import (
+    ITERATION_BOUNDS,
+    CoreOutput,
+    CoreRequest,
+    CoreStats,
+    KVMap,
+    ModelFacts,
+    RequestMetrics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +95,9 @@ class EncoderCore:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             return [CoreOutput(r.request_id, finish_reason="error", error=text) for r in batch]
         self._stats.num_steps += 1
-        self._stats.prompt_tokens += sum(len(request.prompt_token_ids) for request in batch)
+        tokens = sum(len(request.prompt_token_ids) for request in batch)
+        self._stats.prompt_tokens += tokens
+        self._stats.iteration_tokens.add(ITERATION_BOUNDS, tokens)
         end = time.time()
         return [
             CoreOutput(

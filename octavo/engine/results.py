@@ -78,6 +78,7 @@ def _append(
     for slot in own[first].tolist() if first.any() else ():
         slots.at(slot).metrics.first_token_time = now
         stats.prompt_tokens += int(slots.prompt_len[slot])
+        stats.prompt_tokens_cached += max(slots.at(slot).num_cached, 0)
     may_end = (known + 1 >= slots.max_total[own]) | (slots.stop_uses[tokens] > 0) | slots.masked[own]
     outputs, news = slots.news.tell(own, tokens, may_end)
     for slot, token, ending in zip(

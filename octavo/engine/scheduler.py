@@ -36,6 +36,7 @@ from octavo.engine.tables import (
 from octavo.engine.waiting import WaitingQueue
 from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import (
+    ITERATION_BOUNDS,
     Admission,
     BlockCopies,
     CoreOutput,
@@ -480,7 +481,9 @@ class Scheduler:
         grammars = self._expect_tokens(slots[masked])
         self._slots.register(slots, self._slots.num_computed[slots], self._step)
         self._step += 1
-        self.stats.num_steps += len(slots) > 0
+        if len(slots):
+            self.stats.num_steps += 1
+            self.stats.iteration_tokens.add(ITERATION_BOUNDS, plan.total_rows)
         return ScheduledStep(plan, self._slots.epoch[slots], grammars)
 
     def _expect_tokens(self, masked: np.ndarray) -> list[GrammarRun]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
-from octavo.messages import TimeHistogram
+from octavo.messages import BucketCounts
 
 # Upper bounds of the buckets, seconds (those of vLLM's metrics of the same names).
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0)  # fmt: skip  # noqa: E501
@@ -28,11 +27,7 @@ class Residency:
         self._clock = clock
         self._allocated: dict[int, float] = {}
         self._used: dict[int, float] = {}
-        self.lifetime, self.idle, self.reuse_gap = (
-            TimeHistogram([0] * (len(BOUNDS) + 1)),
-            TimeHistogram([0] * (len(BOUNDS) + 1)),
-            TimeHistogram([0] * (len(BOUNDS) + 1)),
-        )
+        self.lifetime, self.idle, self.reuse_gap = BucketCounts(), BucketCounts(), BucketCounts()
 
     def allocated(self, blocks: Iterable[int]) -> None:
         """Blocks begin a new life."""
@@ -45,7 +40,7 @@ class Residency:
         for block in blocks:
             if not block % self._every and block in self._used:
                 now = self._clock()
-                _count(self.reuse_gap, now - self._used[block])
+                self.reuse_gap.add(BOUNDS, now - self._used[block])
                 self._used[block] = now
 
     def released(self, blocks: Iterable[int]) -> None:
@@ -58,10 +53,5 @@ class Residency:
         """A block that could be found by key is about to be reused."""
         if not block % self._every and block in self._used:
             now = self._clock()
-            _count(self.lifetime, now - self._allocated.pop(block))
-            _count(self.idle, now - self._used.pop(block))
-
-
-def _count(histogram: TimeHistogram, seconds: float) -> None:
-    histogram.counts[bisect_left(BOUNDS, seconds)] += 1
-    histogram.total += seconds
+            self.lifetime.add(BOUNDS, now - self._allocated.pop(block))
+            self.idle.add(BOUNDS, now - self._used.pop(block))

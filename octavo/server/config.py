@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from octavo.config import setting, validate
+from octavo.errors import ConfigError
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 
@@ -49,12 +51,20 @@ class ServerConfig:
         False,
         "GET /debug/kv draws the pool of KV blocks as a map, and /debug/kv.json tells it: for development.",
     )
+    metrics_prefix: str = setting(
+        "octavo", "What stands before the colon of every metric's name; `vllm` fits boards made for vLLM."
+    )
     access_log: bool = setting(False, "Log a line per request.")
     ssl_keyfile: str | None = setting(None, "Private key file, to serve HTTPS.")
     ssl_certfile: str | None = setting(None, "Certificate file, to serve HTTPS.")
 
     def __post_init__(self) -> None:
         validate(self)
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(
+                f"metrics_prefix={self.metrics_prefix!r} is no beginning of a metric's name: give letters, "
+                "digits and _, with no digit first"
+            )
 
     def all_api_keys(self) -> list[str]:
         """Keys from the settings and the environment."""

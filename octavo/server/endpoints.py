@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from octavo.config import EngineConfig
+from octavo.errors import EngineDeadError
 from octavo.server.chat import chat_prompt, create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.config import ServerConfig
@@ -172,7 +173,13 @@ async def _version(service: Service, scope: Scope, body: None) -> AsgiResponse:
 
 
 async def _metrics(service: Service, scope: Scope, body: None) -> AsgiResponse:
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    try:
+        await service.engine.check_health()
+    except EngineDeadError:
+        text = service.metrics.render(engine_up=False)
+    else:
+        text = service.metrics.render()
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 async def _start_profile(service: Service, scope: Scope, body: None) -> AsgiResponse:

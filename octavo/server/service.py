@@ -17,7 +17,7 @@ from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
-from octavo.server.metrics import Metrics
+from octavo.server.metrics import Metrics, cache_labels
 from octavo.server.text import TextService, Tokenizer
 from octavo.tokenization.chat_template import load_chat_template
 
@@ -104,7 +104,13 @@ class Service:
         )
         facts = engine.facts
         self.metrics = Metrics(
-            engine.stats, self.names[0], engine.max_model_len, facts.memory, facts.summary.get("weights", "")
+            engine.stats,
+            self.names[0],
+            engine.max_model_len,
+            facts.memory,
+            facts.summary.get("weights", ""),
+            prefix=config.metrics_prefix,
+            cache=cache_labels(engine.config),
         )
         self.jobs: set[asyncio.Task[None]] = set()
         self.expired: set[asyncio.Task[None]] = set()
@@ -187,8 +193,8 @@ class Service:
             async for out in stream:
                 record.observe(out)
                 yield [(index, out)]
-        except RequestError:
-            record.refused()
+        except Exception as error:
+            record.fail(refused=isinstance(error, RequestError))
             raise
         finally:
             record.close()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.server.metrics import LatencyHistogram
+from octavo.errors import ConfigError
+from octavo.messages import BucketCounts, CoreStats
+from octavo.server.config import ServerConfig
+from octavo.server.metrics import Metrics
+from octavo.server.metrics.families import Namer, ValueHistogram
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 
-CORE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+CORE_GAUGES = ("octavo:num_requests_running", "octavo:num_requests_waiting", "octavo:kv_cache_usage_perc")
 
 
 def samples(text: str) -> dict[str, float]:
@@ -18,7 +23,7 @@ def samples(text: str) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            assert "model_name" in sample.labels
+            assert "model_name" in sample.labels or sample.name.startswith("process_")
             reason = sample.labels.get("finished_reason")
             if "le" not in sample.labels:
                 found[sample.name + (f"/{reason}" if reason else "")] = sample.value
@@ -48,20 +53,20 @@ def test_counts_add_up() -> None:
                 break
             time.sleep(0.01)
         found = scrape(server)
-    assert found["vllm:request_success_total/length"] == 6
-    assert found["vllm:request_success_total/abort"] == 3
-    assert found["vllm:request_success_total/stop"] == 0
-    assert found["vllm:time_to_first_token_seconds_count"] == 7
-    assert found["vllm:e2e_request_latency_seconds_count"] == 4
-    assert found["vllm:request_generation_tokens_sum"] == 60
-    assert found["vllm:request_prompt_tokens_sum"] == 16
-    assert found["vllm:num_requests_running"] == 0
-    assert found["vllm:generation_tokens_total"] == server.engine.generated
-    assert found["vllm:inter_token_latency_seconds_count"] >= 2 * 9
+    assert found["octavo:request_success_total/length"] == 6
+    assert found["octavo:request_success_total/abort"] == 3
+    assert found["octavo:request_success_total/stop"] == 0
+    assert found["octavo:time_to_first_token_seconds_count"] == 7
+    assert found["octavo:e2e_request_latency_seconds_count"] == 4
+    assert found["octavo:request_generation_tokens_sum"] == 60
+    assert found["octavo:request_prompt_tokens_sum"] == 16
+    assert found["octavo:num_requests_running"] == 0
+    assert found["octavo:generation_tokens_total"] == server.engine.generated
+    assert found["octavo:inter_token_latency_seconds_count"] >= 2 * 9
     for name in (
-        "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total",
-        "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total", "vllm:prompt_tokens_total",
-        "vllm:request_queue_time_seconds_count", "vllm:request_time_per_output_token_seconds_count",
+        "octavo:num_requests_waiting", "octavo:kv_cache_usage_perc", "octavo:prefix_cache_queries_total",
+        "octavo:prefix_cache_hits_total", "octavo:num_preemptions_total", "octavo:prompt_tokens_total",
+        "octavo:request_queue_time_seconds_count", "octavo:request_time_per_output_token_seconds_count",
     ):  # fmt: skip
         assert name in found
 
@@ -70,15 +75,15 @@ def test_refused_requests_leave_no_latency() -> None:
     with running() as server:
         assert server.post("/v1/completions", {"prompt": [-1]}).status_code == 400
         found = scrape(server)
-    assert found["vllm:time_to_first_token_seconds_count"] == 0
-    assert found["vllm:request_success_total/abort"] == 0
+    assert found["octavo:time_to_first_token_seconds_count"] == 0
+    assert found["octavo:request_success_total/abort"] == 0
 
 
 def test_histogram_buckets_are_cumulative() -> None:
-    histogram = LatencyHistogram("x", "A test.", (1.0, 2.0))
+    histogram = ValueHistogram("x", "A test.", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
-    family = histogram.family(("m", "0"))
+    family = histogram.family(Namer("octavo", ("m", "0")))
     assert {s.labels["le"]: s.value for s in family.samples if "le" in s.labels} == {
         "1.0": 2,
         "2.0": 3,
@@ -91,15 +96,13 @@ def test_memory_and_the_cache_s_times_are_told() -> None:
     import types
 
     from octavo.kv.residency import BOUNDS
-    from octavo.messages import CoreStats, TimeHistogram
-    from octavo.server.metrics import Metrics
 
     stats = CoreStats(
         graph_bytes=30,
         prefix_cache_evictions=4,
         host_bytes_out=1000,
         host_cache_hits=64,
-        block_idle=TimeHistogram([0, 2, *[0] * (len(BOUNDS) - 1)], 0.003),
+        block_idle=BucketCounts([0, 2, *[0] * (len(BOUNDS) - 1)], 0.003),
     )
     memory = {"total": 100, "weights": 60, "free": 40}
     kept = "gptq: W4A16 as W4A8, since so"
@@ -112,6 +115,52 @@ def test_memory_and_the_cache_s_times_are_told() -> None:
     found = samples(text)
     assert found["octavo:prefix_cache_evictions_total"] == 4
     assert found["octavo:kv_bytes_to_host_total"] == 1000
-    assert found["vllm:external_prefix_cache_hits_total"] == 64
-    assert found["vllm:kv_block_idle_before_evict_seconds_count"] == 2
-    assert found["vllm:kv_block_lifetime_seconds_count"] == 0
+    assert found["octavo:external_prefix_cache_hits_total"] == 64
+    assert found["octavo:kv_block_idle_before_evict_seconds_count"] == 2
+    assert found["octavo:kv_block_lifetime_seconds_count"] == 0
+
+
+def test_a_dead_engine_is_told_and_its_requests_failed() -> None:
+    with running(FakeEngine(delay=0.01)) as server:
+        with server.client.stream(
+            "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 150, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert scrape(server)["octavo:engine_up"] == 1
+            server.call(server.engine.kill)
+            assert "engine_dead" in "".join(lines)
+        found = scrape(server)
+    assert found["octavo:engine_up"] == 0
+    assert [found[name] for name in CORE_GAUGES] == [0, 0, 0]
+    assert found["octavo:request_success_total/error"] == 1
+    assert found["octavo:request_success_total/abort"] == 0
+    assert found["octavo:time_to_first_token_seconds_count"] == 1
+
+
+def test_speculation_is_told_once_there_is_some() -> None:
+    told = {"spec_drafts": 4, "spec_draft_tokens": 12, "spec_accepted_tokens": 7}
+    assert b"spec_decode" not in Metrics(CoreStats, "m", 128).render()
+    stats = CoreStats(**told, spec_accepted_per_pos=[4, 2, 1])
+    text = Metrics(lambda: stats, "m", 128, prefix="vllm").render().decode()
+    values = {
+        s.name + s.labels.get("position", ""): s.value
+        for f in text_string_to_metric_families(text)
+        for s in f.samples
+        if "spec_decode" in s.name
+    }
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    assert values == {
+        "vllm:spec_decode_num_drafts_total": 4,
+        "vllm:spec_decode_num_draft_tokens_total": 12,
+        f"{accepted}_total": 7,
+        f"{accepted}_per_pos_total0": 4,
+        f"{accepted}_per_pos_total1": 2,
+        f"{accepted}_per_pos_total2": 1,
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "7b", "a b", "a:b", "é"])
+def test_a_prefix_that_makes_no_name_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_prefix=.* is no beginning"):
+        ServerConfig(metrics_prefix=prefix)

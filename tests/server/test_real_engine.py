@@ -193,11 +193,11 @@ def test_cached_tokens_and_their_metric(server: Octavo) -> None:
         usage = server.text(prompt=prompt, max_tokens=1, **more)["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    before = server.metrics()["vllm:prefix_cache_hits_total"]
+    before = server.metrics()["octavo:prefix_cache_hits_total"]
     base = [11] * 3 + list(range(20, 82))
     assert [cached(base[:64]), cached(base[:64]), cached(base[:65]), cached(base[:15])] == [0, 48, 64, 0]
     assert [cached(base, cache_salt=salt) for salt in ("A", "A", "B")] == [0, 64, 0]
-    assert server.metrics()["vllm:prefix_cache_hits_total"] - before == 48 + 64 + 64
+    assert server.metrics()["octavo:prefix_cache_hits_total"] - before == 48 + 64 + 64
 
 
 def test_seeds(server: Octavo) -> None:
@@ -282,11 +282,11 @@ def test_counters_add_up(server: Octavo) -> None:
         server.stream(max_tokens=length, ignore_eos=True)
     after = settled(server)
     change = {name: after[name] - before[name] for name in after}
-    assert change["vllm:generation_tokens_total"] == sum(lengths)
-    assert change["vllm:prompt_tokens_total"] == len(tiny.PROMPTS[0]) * len(lengths)
-    assert change["vllm:request_success_total/length"] == len(lengths)
-    assert change["vllm:time_to_first_token_seconds_count"] == len(lengths)
-    assert change["vllm:request_queue_time_seconds_count"] == len(lengths)
+    assert change["octavo:generation_tokens_total"] == sum(lengths)
+    assert change["octavo:prompt_tokens_total"] == len(tiny.PROMPTS[0]) * len(lengths)
+    assert change["octavo:request_success_total/length"] == len(lengths)
+    assert change["octavo:time_to_first_token_seconds_count"] == len(lengths)
+    assert change["octavo:request_queue_time_seconds_count"] == len(lengths)
 
 
 def test_engine_killed() -> None:
@@ -296,7 +296,7 @@ def test_engine_killed() -> None:
         ask = {"prompt": [tiny.PROMPTS[0]] * 16, "max_tokens": 240, "ignore_eos": True, "n": 8}
         thread = threading.Thread(target=lambda: got.append(server.stream(**ask)))
         thread.start()
-        while not server.metrics()["vllm:num_requests_running"]:
+        while not server.metrics()["octavo:num_requests_running"]:
             time.sleep(0.002)
         assert server.client.get("/health").status_code == 200
         os.kill(engine, signal.SIGKILL)
@@ -315,7 +315,7 @@ def test_sigterm_drains_and_exits_0(server: Octavo) -> None:
     got: list[list[dict[str, Any]]] = []
     thread = threading.Thread(target=lambda: got.append(server.stream(max_tokens=240, ignore_eos=True)))
     thread.start()
-    while not server.metrics()["vllm:num_requests_running"]:
+    while not server.metrics()["octavo:num_requests_running"]:
         time.sleep(0.002)
     server.child.send_signal(signal.SIGTERM)
     thread.join(30)
