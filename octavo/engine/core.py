@@ -19,7 +19,16 @@ from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
 from octavo.kv.map import describe_kv
 from octavo.kv.offloading import TierRates
-from octavo.messages import CoreOutput, CoreRequest, CoreStats, KVMap, ModelFacts, RequestMetrics, StepResult
+from octavo.messages import (
+    CoreOutput,
+    CoreRequest,
+    CoreStats,
+    KVMap,
+    ModelFacts,
+    RequestMetrics,
+    StepResult,
+    TokenMasks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +145,8 @@ class EngineCore:
     def step(self) -> list[CoreOutput]:
         """Launch the next step, then take in the oldest one if the queue is full or nothing was launched.
 
-        A step that fails ends its own requests with an error; the engine goes on.
+        A step that fails ends the request that makes it fail with an error (`Trials` finds it); the engine
+        goes on.
 
         Raises:
             EngineDeadError: the device can run no further step.
@@ -157,7 +167,11 @@ class EngineCore:
             except EngineDeadError:
                 raise
             except Exception as error:
-                return self._fail(step, error)
+                # Steps in flight may be the cause: theirs is the failure then.
+                self._in_flight.append((step, _NotLaunched(error)))
+                while self._in_flight:
+                    outputs += self._take_in_oldest()
+                return outputs
             if step.grammars:
                 outputs += self._sample(step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
@@ -241,6 +255,19 @@ class EngineCore:
     def _check(self) -> None:
         if self.config.check_invariants:
             self.scheduler.check()
+
+
+class _NotLaunched:
+    """A step whose launch failed."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def sample(self, masks: TokenMasks) -> None:
+        """There is nothing to draw from."""
+
+    def wait(self) -> StepResult:
+        raise self._error
 
 
 def _ended(request_id: str, reason: str, error: str | None = None, param: str | None = None) -> CoreOutput:

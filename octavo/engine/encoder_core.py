@@ -71,7 +71,7 @@ class EncoderCore:
         self._encode = encode if wrap is None else wrap("execute", encode)
 
     def step(self) -> list[CoreOutput]:
-        """Run one batch. If it fails its requests end with an error, and the engine goes on.
+        """Run one batch. One that fails is run again in halves; a text that fails alone ends with an error.
 
         Raises:
             EngineDeadError: the device can run nothing more.
@@ -93,7 +93,12 @@ class EncoderCore:
         except Exception as error:
             logger.error("a batch of %d texts failed: %s", len(batch), error, exc_info=error)
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            return [CoreOutput(r.request_id, finish_reason="error", error=text) for r in batch]
+            if len(batch) == 1:
+                return [CoreOutput(batch[0].request_id, finish_reason="error", error=text)]
+            half = len(batch) // 2
+            self._waiting.update({request.request_id: request for request in batch})
+            self._batches += [batch[half:], batch[:half]]
+            return []
         self._stats.num_steps += 1
         tokens = sum(len(request.prompt_token_ids) for request in batch)
         self._stats.prompt_tokens += tokens

