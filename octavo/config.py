@@ -110,16 +110,33 @@ class EngineConfig:
     )
     quantization: str | None = setting(
         None,
-        "How weights are stored on a CPU: as a GGUF file encodes them, and computed on in that form (gguf); "
-        "rounded to 8 bits while loading (int8); or expanded to `dtype` (none). The experts of a mixture are "
-        "expanded in any case. By default a GGUF file's encodings are kept where the CPU has kernels for "
-        "them (AVX2), and nothing else is quantized. A quantized checkpoint is kept as it is where the "
+        "How weights are stored: rounded while they are loaded, to FP8 with a scale for each channel (fp8, "
+        "fp8_per_channel), tensor or block of 128 x 128, to 8-bit or 4-bit integers (int8, int8_weight_only, "
+        "int4_weight_only); as a GGUF file encodes them, and computed on in that form (gguf, on a CPU); or "
+        "expanded to `dtype` (none). By default a GGUF file's encodings are kept where the CPU has kernels "
+        "for them (AVX2), and nothing else is quantized. A quantized checkpoint is kept as it is where the "
         "device has kernels for it; its format may be named, and none expands it.",
-        choices=(None, "none", "gguf", "int8", "compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes"),
+        choices=(
+            None,
+            "none",
+            "gguf",
+            "int8",
+            "int8_weight_only",
+            "int4_weight_only",
+            "fp8",
+            "fp8_per_tensor",
+            "fp8_per_channel",
+            "fp8_per_block",
+            "compressed-tensors",
+            "gptq",
+            "awq",
+            "bitsandbytes",
+        ),
     )
     quantization_strict: bool = setting(
         False,
-        "Refuse a quantized checkpoint where the hardware would compute something else than it asks for.",
+        "Refuse a quantized checkpoint, or weights to be quantized while loading, where the hardware would "
+        "compute something else than is asked for.",
     )
     kv_cache_dtype: str = setting(
         "auto",

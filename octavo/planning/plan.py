@@ -223,7 +223,7 @@ class Planner:
             weights=weights,
             fit=fit,
             dtype=dtype,
-            quantization=None if quantization is None else quantization.format,
+            quantization=None if quantization is None else quantization.title,
             kv_cache_dtype=groups[0].format.dtype,
             max_model_len=wanted,
             max_num_batched_tokens=rows,

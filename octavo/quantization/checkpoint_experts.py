@@ -16,6 +16,7 @@ from octavo.quantization.checkpoint_method import (
     layout_of,
     mode_of,
     of_mode,
+    scheme_at,
 )
 from octavo.quantization.checkpoint_runners import MatricesRunner, PackedRunner, Runner, packable
 from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, UnquantizedExpertsMethod
@@ -72,6 +73,7 @@ class CheckpointExperts(ExpertsMethod):
         device: torch.device,
     ) -> None:
         layer.expert_pieces = {}  # type: ignore[assignment]
+        layer.expert_tensors = {}  # type: ignore[assignment]
         layer.expert_matrices = {}  # type: ignore[assignment]
         layer.experts_device = device  # type: ignore[assignment]
         layer.experts_dtype = dtype  # type: ignore[assignment]
@@ -97,7 +99,8 @@ class CheckpointExperts(ExpertsMethod):
             if rule is None or rule.scheme is None or mode is None or mode.mode == "dequantized":
                 blank: Matrix = DenseMatrix(torch.empty(count * rows, columns, dtype=dtype, device=device))
             else:
-                blank = blank_matrix(rule.scheme, count * rows, columns, dtype, device)
+                scheme = scheme_at(self.config, rule.scheme, columns)
+                blank = blank_matrix(scheme, count * rows, columns, dtype, device)
             for name, tensor in blank.tensors.items():
                 layer.register_buffer(f"{matrix}_{name}", tensor, persistent=False)
 
@@ -150,13 +153,16 @@ class CheckpointExperts(ExpertsMethod):
         full = self.names[matrix].replace(".0.", f".{expert}.") + f".{name}"
         view = tensors[name].cut(full, layout.arranged(name, tensor, rows, columns), piece)
         device: torch.device = layer.experts_device  # type: ignore[assignment]
-        kept = torch.empty(view.shape, dtype=view.dtype, device=device)
-        kept.copy_(view)
-        tensors[name].check_numbers(full, kept)
+        kept = layout.kept(full, name, view, device)
+        if name in kept:
+            tensors[name].check_numbers(full, kept[name])
         pieces: dict[tuple[int, str], dict[str, torch.Tensor]] = layer.expert_pieces  # type: ignore[assignment]
         mine = pieces.setdefault((expert, matrix), {})
-        mine[name] = kept
-        if all(key in mine for key, tensor in tensors.items() if not tensor.optional):
+        mine |= kept
+        seen: dict[tuple[int, str], set[str]] = layer.expert_tensors  # type: ignore[assignment]
+        given = seen.setdefault((expert, matrix), set())
+        given.add(name)
+        if all(key in given for key, tensor in tensors.items() if not tensor.optional):
             made = layout.matrix(full.rpartition(".")[0], mine, piece, columns)
             self._take(layer, matrix, expert, made, shard)
             mine.clear()

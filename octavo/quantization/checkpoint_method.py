@@ -17,6 +17,7 @@ from octavo.quantization.layout import DenseLayout, Layout
 from octavo.quantization.layout_bitsandbytes import Bits4Layout, Int8Layout
 from octavo.quantization.layout_compressed_tensors import CompressedLayout, Fp8Layout, PackedLayout
 from octavo.quantization.layout_gptq import AWQLayout, GPTQLayout
+from octavo.quantization.layout_online import OnlineLayout
 from octavo.quantization.linear_method import (
     AddingNorm,
     GatedActivation,
@@ -27,6 +28,7 @@ from octavo.quantization.linear_method import (
 )
 from octavo.quantization.local_hardware import hardware_of
 from octavo.quantization.matrices import Matrix, Matrix8, blank_matrix, join
+from octavo.quantization.rounding import fitted
 from octavo.quantization.scheme import QuantizationConfig, Rule, WeightScheme
 from octavo.quantization.shard import Shard
 
@@ -52,12 +54,23 @@ def layout_of(config: QuantizationConfig, rule: Rule | None) -> Layout:
     """How the matrices of a rule are packed; None: they are not quantized."""
     if rule is None or rule.scheme is None:
         return DenseLayout()
+    if config.format == "online":
+        return OnlineLayout(rule)
     makers: dict[str, Callable[[Rule], Layout]] = {"gptq": GPTQLayout, "awq": AWQLayout, "fp8": Fp8Layout}
     if config.format == "bitsandbytes":
         return Int8Layout() if rule.layout == "int8" else Bits4Layout(rule)
     if config.format == "compressed-tensors":
         return PackedLayout(rule) if rule.layout == "pack-quantized" else CompressedLayout(rule)
     return makers[config.format](rule)
+
+
+def scheme_at(config: QuantizationConfig, scheme: WeightScheme, columns: int) -> WeightScheme:
+    """The scheme of a matrix of so many columns, whose groups are smaller where the engine chooses them.
+
+    Raises:
+        ModelError: no size of groups divides the columns.
+    """
+    return fitted(scheme, columns) if config.format == "online" else scheme
 
 
 def mode_of(config: QuantizationConfig, scheme: WeightScheme, hardware: Hardware) -> Running:
@@ -123,10 +136,10 @@ class CheckpointMethod(LinearMethod):
             stored, full = tensors[key], f"{name}.{key}"
             view = stored.cut(full, layout.arranged(key, tensor, out_features, in_features), shard)
             device: torch.device = layer.matrix_device  # type: ignore[assignment]
-            kept = torch.empty(view.shape, dtype=view.dtype, device=device)
-            kept.copy_(view)
-            stored.check_numbers(full, kept)
-            piece.tensors[key] = kept
+            kept = layout.kept(full, key, view, device)
+            if key in kept:
+                stored.check_numbers(full, kept[key])
+            piece.tensors |= kept
 
         shapes = {
             key: replace(
@@ -173,6 +186,7 @@ class CheckpointMethod(LinearMethod):
         running = mode_of(self.config, scheme, hardware)
         if running.mode == "dequantized" or hardware.kind == "cpu":
             return DenseRunner(dense_method(self.config.dense), [], columns, dtype, device, rows)
+        scheme = scheme_at(self.config, scheme, int(columns))
         blank = blank_matrix(scheme, int(rows), int(columns), dtype, device)
         return MatricesRunner([of_mode(blank, running)])
 
@@ -281,6 +295,7 @@ class CheckpointMethod(LinearMethod):
             elif hardware.kind == "cpu":
                 total += PackedRunner.bytes_of(scheme, rows, columns)
             else:
+                scheme = scheme_at(self.config, scheme, columns)
                 blank = blank_matrix(scheme, rows, columns, dtype, torch.device("meta"))
                 total += sum(tensor.nbytes for tensor in blank.tensors.values())
         return total

@@ -39,6 +39,15 @@ class Layout(ABC):
         """A full tensor as it is read, in the shape of `axes`."""
         return tensor
 
+    def kept(self, name: str, key: str, view: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+        """What is kept on a device of a shard's piece of the tensor `name`, whose name ends in `key`: a copy.
+
+        Raises:
+            ModelError: contents that are none.
+        """
+        kept = torch.empty(view.shape, dtype=view.dtype, device=device)
+        return {key: kept.copy_(view)}
+
     @abstractmethod
     def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
         """The form of a shard of the matrix `name` (of `columns` columns in all) from its pieces, all on one

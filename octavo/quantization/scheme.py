@@ -114,6 +114,7 @@ class QuantizationConfig:
         dense: how matrices that are not quantized, or that are dequantized while they are loaded, are kept:
             in the activations' dtype ("plain") or in 16 bits beside float32 ("half").
         dequantize: whether every matrix is dequantized while it is loaded.
+        setting: of "online", what the user asked for.
     """
 
     format: Format
@@ -123,6 +124,7 @@ class QuantizationConfig:
     source: str = ""
     dense: Literal["plain", "half"] = "plain"
     dequantize: bool = False
+    setting: str = ""
 
     def rule_for(self, prefix: str) -> Rule | None:
         """The rule of the layer `prefix`, a checkpoint's name (`model.layers.0.mlp.down_proj`); None: it is
@@ -145,10 +147,15 @@ class QuantizationConfig:
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
 
     @property
+    def title(self) -> str:
+        """The format, for people, and the setting that made it."""
+        return f"{self.format} {self.setting}".rstrip()
+
+    @property
     def label(self) -> str:
         """Format and schemes, for people."""
         names = ", ".join(scheme.name for scheme in self.schemes)
-        return f"{self.format} ({names})" if names else self.format
+        return f"{self.title} ({names})" if names else self.title
 
     @cached_property
     def _matchers(self) -> list[tuple[Rule, _Targets]]:

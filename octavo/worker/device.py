@@ -20,6 +20,8 @@ from octavo.planning.hardware import detect_cpu, usable_cores
 from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.linear_method import cpu_lacks
 from octavo.quantization.local_hardware import hardware_of
+from octavo.quantization.online import NAMES as ONLINE
+from octavo.quantization.online import online
 from octavo.quantization.scheme import FORMATS, QuantizationConfig, setting
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def choose_quantization(
         name: the setting.
         model: whose weights they are.
         dtype: the name of the activations' dtype, as `choose_dtype` gives it.
-        strict: refuse where something else is computed than the checkpoint asks for.
+        strict: refuse where something else is computed than the checkpoint, or the setting, asks for.
 
     Raises:
         ConfigError: a setting that does not fit the model or the device.
@@ -108,9 +110,17 @@ def choose_quantization(
         if strict:
             _check_strict(found, device)
         return found
+    stored = source.kind == "gguf" and load_format != "dummy"
+    plain = not stored or model.extra.get("general.file_type") in _HALF_FILES
+    # Encoded numbers are expanded to the activations' dtype; floats beside float32 stay as they are.
+    half = _keeps_half(device, model.dtype if plain and dtype == "float32" else dtype, dtype)
+    if name in ONLINE and not (name == "int8" and device.type == "cpu"):  # which a CPU has a method for
+        made = replace(online(name), dense="half" if half else "plain")
+        if strict:
+            _check_strict(made, device)
+        return made
     if name in FORMATS:
         raise ConfigError(f"quantization={name!r}: {source.name} is not quantized so: leave it out")
-    stored = source.kind == "gguf" and load_format != "dummy"
     if name == "gguf" and not stored:
         reason = "random weights have none" if source.kind == "gguf" else f"{source.name} is none"
         raise ConfigError(
@@ -118,12 +128,9 @@ def choose_quantization(
         )
     if name is not None and name != "none":
         return setting(name)
-    plain = not stored or model.extra.get("general.file_type") in _HALF_FILES
     if name is None and not plain and device.type == "cpu" and has_kernels():
         return setting("gguf")
-    # Encoded numbers are expanded to the activations' dtype; floats beside float32 stay as they are.
-    kept = model.dtype if plain and dtype == "float32" else dtype
-    return setting("half") if _keeps_half(device, kept, dtype) else None
+    return setting("half") if half else None
 
 
 def _keeps_half(device: torch.device, kept: str, dtype: str) -> bool:

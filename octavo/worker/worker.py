@@ -453,7 +453,7 @@ class Worker:
         described = {"gguf": "as the GGUF file encodes them", "half": "16-bit floats as the checkpoint's"}
         if self.quantization.rules:
             modes = describe_modes(self.quantization, hardware_of(self.device))
-            kept = f"{self.quantization.format}: {'; '.join(modes)}"
+            kept = f"{self.quantization.title}: {'; '.join(modes)}"
         else:
             kept = described.get(self.quantization.format, self.quantization.format)
         return f"{kept} ({nbytes / 1e6:.0f} MB)"
@@ -465,7 +465,7 @@ class Worker:
         hardware = hardware_of(self.device)
         config = self.quantization
         modes = (f"{scheme.name}:{mode_of(config, scheme, hardware).mode}" for scheme in config.schemes)
-        return ",".join((config.format, *modes))
+        return ",".join((config.title, *modes))
 
     def _describe_device(self, threads: int) -> str:
         if self.device.type == "cuda":

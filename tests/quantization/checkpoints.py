@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,3 +86,45 @@ def changed(
     raw["quantization_config"] |= config
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
+
+
+@functools.cache
+def source_model(wide: bool = False) -> Any:
+    """Transformers' model of whose weights the fixtures of compressed-tensors were made, in bfloat16: `llama`
+    of tools/make_quantized_fixtures.py."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128 if wide else 64,
+        intermediate_size=256 if wide else 192,
+        num_hidden_layers=1 if wide else 2,
+        num_attention_heads=8 if wide else 4,
+        num_key_value_heads=4 if wide else 2,
+        vocab_size=128,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="bfloat16",
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model.eval()
+
+
+@functools.cache
+def source_folder(wide: bool = False) -> Path:
+    """Its checkpoint."""
+    folder = Path(tempfile.mkdtemp(prefix="octavo-unquantized-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source_model(wide).save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def source_weights(wide: bool = False) -> dict[str, torch.Tensor]:
+    """Its tensors by name."""
+    return load_file(source_folder(wide) / "model.safetensors")
