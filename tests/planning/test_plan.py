@@ -212,8 +212,19 @@ def test_advice_for_more_requests_gives_more(llama2: Planner):
 def test_what_a_plan_refuses(llama2: Planner):
     with pytest.raises(ConfigError, match="max_model_len=5000 is beyond"):
         llama2.plan(EngineConfig(max_model_len=5000), on("L4"))
-    with pytest.raises(ConfigError, match="quantization='int8' runs on a CPU"):
-        llama2.plan(EngineConfig(quantization="int8"), on("L4"))
+    with pytest.raises(ConfigError, match="quantization='gguf' keeps the encodings of a GGUF file"):
+        llama2.plan(EngineConfig(quantization="gguf"), on("L4"))
+
+
+def test_quantizing_while_loading_halves_and_quarters_the_layers(llama2: Planner):
+    def layers(name: str | None) -> int:
+        parts = llama2.plan(EngineConfig(quantization=name), on("L4")).weights.by_part
+        return sum(nbytes for part, nbytes in parts.items() if part.isdigit())
+
+    plain = layers(None)
+    for name in ("int8", "fp8", "fp8_per_block", "int8_weight_only"):
+        assert layers(name) == pytest.approx(plain / 2, rel=0.01), name
+    assert layers("int4_weight_only") == pytest.approx(plain * (4 + 16 / 128) / 16, rel=0.01)
 
 
 def test_bfloat16_models_are_float16_on_cards_without_it(tmp_path: Path):
@@ -248,6 +259,8 @@ def check_measured(**settings: Any) -> None:
         ("llama-tied", {"dtype": "bfloat16"}),
         ("llama-biases", {"kv_cache_dtype": "int8", "block_size": 32}),
         ("qwen2-tied", {"quantization": "int8"}),
+        ("qwen2-tied", {"quantization": "fp8"}),
+        ("llama", {"quantization": "int8_weight_only"}),
         ("gemma3", {}),
         ("mixtral", {}),
         ("deepseek-v2", {}),
