@@ -121,7 +121,7 @@ def test_server_page_names_every_endpoint():
     from octavo.server.endpoints import KV_DEBUG, OPERATIONS, PROFILING
 
     page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
-    endpoints = set(re.findall(r"`((?:GET|POST) /[^`]*)`", page))
+    endpoints = set(re.findall(r"`((?:GET|POST|DELETE) /[^`]*)`", page))
     operations = OPERATIONS + PROFILING + KV_DEBUG
     assert endpoints == {f"{operation.method} {operation.path}" for operation in operations}
 

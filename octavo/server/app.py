@@ -40,7 +40,7 @@ def build_app(service: Service) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=service.config.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
     return app

@@ -51,13 +51,19 @@ async def create_chat_completion(service: Service, body: ChatRequest, request_id
     """
     model = service.check_model(body.model)
     check_request(body)
-    job = await _prepare(service, body, model, body.request_id or request_id or new_request_id())
+    name = f"chatcmpl-{body.request_id or request_id or new_request_id()}"
+    job = await prepare_chat(service, body, model, name)
     if body.stream:
         return EventStream(job.stream())
     return Response(msgspec.json.encode(await job.complete()), media_type="application/json")
 
 
-async def _prepare(service: Service, body: ChatRequest, model: str, request_id: str) -> _ChatJob:
+async def prepare_chat(service: Service, body: ChatRequest, model: str, name: str) -> ChatJob:
+    """Check a request and make its prompt; nothing runs yet.
+
+    Raises:
+        ApiError, RequestError: the request cannot be served.
+    """
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     top = body.top_logprobs or 0
@@ -74,7 +80,7 @@ async def _prepare(service: Service, body: ChatRequest, model: str, request_id: 
     prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra))
     prompt = truncated(prompt, body, params, service.engine.max_model_len)
     style = LogprobStyle(service.text, top, bool(body.return_tokens_as_token_ids), params.skip_special_tokens)
-    return _ChatJob(service, body, params, prompt, style, f"chatcmpl-{request_id}", model, _echo(body))
+    return ChatJob(service, body, params, prompt, style, name, model, _echo(body))
 
 
 def _echo(body: ChatRequest) -> str:
@@ -156,7 +162,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 @dataclass
-class _ChatJob:
+class ChatJob:
     """One chat request, told whole or in pieces."""
 
     service: Service
@@ -174,7 +180,7 @@ class _ChatJob:
         usage = UsageCount()
         choices: list[ChatChoice] = []
         answer = ChatCompletion(self.id, self.created, self.model, choices, usage.total())
-        async with aclosing(self._results()) as results:
+        async with aclosing(self.results()) as results:
             async for batch in results:
                 for index, out in batch:
                     usage.prompt(index, out)
@@ -196,7 +202,7 @@ class _ChatJob:
         continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
         usage = UsageCount()
         first = True
-        async with aclosing(self._results()) as results:
+        async with aclosing(self.results()) as results:
             async for batch in results:
                 events = []
                 for index, out in batch:
@@ -230,7 +236,8 @@ class _ChatJob:
         else:
             yield DONE
 
-    def _results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    def results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """Run the request: what is new after each step."""
         return self.service.results(
             [self.prompt],
             self.params,
@@ -250,7 +257,7 @@ class _ChatJob:
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
         delta = Delta(content=output.text) if output.text or not output.finish_reason else Delta()
-        choice = ChatChunkChoice(output.index, delta, self._logprobs(output), output.finish_reason)  # type: ignore[arg-type]
+        choice = ChatChunkChoice(output.index, delta, self.logprobs(output), output.finish_reason)  # type: ignore[arg-type]
         if output.finish_reason:
             choice.stop_reason = stop_cause(output)
         choice.token_ids = self._token_ids(output)
@@ -260,7 +267,7 @@ class _ChatJob:
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(self.lead + output.text),
-            logprobs=self._logprobs(output),
+            logprobs=self.logprobs(output),
             finish_reason=output.finish_reason,  # type: ignore[arg-type]  # others never get here
             stop_reason=stop_cause(output),
             token_ids=self._token_ids(output),
@@ -269,7 +276,8 @@ class _ChatJob:
     def _token_ids(self, output: CompletionOutput) -> list[int] | UnsetType:
         return list(output.token_ids) if self.body.return_token_ids else UNSET
 
-    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+    def logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+        """Log-probabilities of a result's tokens, if they are asked for."""
         if not self.body.logprobs or not output.token_ids:
             return None
         return chat_logprobs(output.token_ids, output.logprobs or [], self.style)

@@ -36,6 +36,13 @@ class ServerConfig:
         16 * 2**20, "Largest request body; larger ones are refused with 413.", low=1024, unit="bytes"
     )
     max_prompts_per_request: int = setting(1024, "Most prompts in one completion request.", low=1)
+    response_store_bytes: int = setting(
+        64 * 2**20,
+        "Memory for responses of /v1/responses that later requests may name; the one used least recently "
+        "gives way. 0: none are stored.",
+        low=0,
+        unit="bytes",
+    )
     strict_fields: bool = setting(
         False,
         "Refuse requests with unknown fields (400) instead of ignoring these with a line in the log.",

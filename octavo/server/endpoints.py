@@ -43,6 +43,9 @@ from octavo.server.protocol import (
     TokenizeResponse,
     VersionResponse,
 )
+from octavo.server.responses.events import ResponseEvent
+from octavo.server.responses.handler import create_response, delete_response, read_response
+from octavo.server.responses.protocol import ResponseDeleted, ResponseObject, ResponseRequest
 from octavo.server.scoring import create_score
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
@@ -58,7 +61,8 @@ class Operation:
     Attributes:
         request: struct of the body, None without one.
         response: struct of a 200 answer; None: text.
-        chunk: struct of one event when the request asks for a stream.
+        chunk: struct of one event (or a union of them) when the request asks for a stream.
+        done: whether a stream ends with `[DONE]`.
         open: needs no API key.
         generates: refused while the server shuts down.
         media_type: of an answer that is text.
@@ -71,7 +75,8 @@ class Operation:
     handler: Handler
     request: type[msgspec.Struct] | None = None
     response: type[msgspec.Struct] | None = None
-    chunk: type[msgspec.Struct] | None = None
+    chunk: Any = None
+    done: bool = True
     open: bool = False
     generates: bool = False
     media_type: str = "text/plain"
@@ -103,6 +108,18 @@ async def _completion(service: Service, scope: Scope, body: CompletionRequest) -
 
 async def _chat(service: Service, scope: Scope, body: ChatRequest) -> AsgiResponse:
     return await create_chat_completion(service, body, header_request_id(scope))
+
+
+async def _response(service: Service, scope: Scope, body: ResponseRequest) -> AsgiResponse:
+    return await create_response(service, body)
+
+
+async def _read_response(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    return await read_response(service, scope["path_params"]["response_id"])
+
+
+async def _delete_response(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    return await delete_response(service, scope["path_params"]["response_id"])
 
 
 async def _embeddings(service: Service, scope: Scope, body: EmbeddingRequest) -> AsgiResponse:
@@ -225,6 +242,31 @@ OPERATIONS: tuple[Operation, ...] = (
         Completion,
         CompletionChunk,
         generates=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses",
+        "Answer a conversation, and keep it for the next request.",
+        _response,
+        ResponseRequest,
+        ResponseObject,
+        ResponseEvent,
+        done=False,
+        generates=True,
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{response_id}",
+        "A stored response.",
+        _read_response,
+        response=ResponseObject,
+    ),
+    Operation(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        "Forget a stored response.",
+        _delete_response,
+        response=ResponseDeleted,
     ),
     Operation(
         "POST",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _ERRORS = {
     "400": "The request cannot be served as asked; `param` names the field at fault.",
     "401": "The API key is missing or wrong.",
-    "404": "The model is not served here.",
+    "404": "The model is not served here, or what the path names is not there.",
     "408": "The body arrived too slowly.",
     "413": "The body is too large.",
     "500": "Internal error.",
@@ -30,7 +31,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool) -> dict[s
     Args:
         needs_key: whether the server asks for an API key.
     """
-    structs: list[type] = [ErrorResponse]
+    structs: list[Any] = [ErrorResponse]
     for operation in operations:
         structs += [s for s in (operation.request, operation.response, operation.chunk) if s is not None]
     unique = list(dict.fromkeys(structs))
@@ -55,7 +56,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool) -> dict[s
     return document
 
 
-def _describe(operation: Operation, refs: dict[type, dict[str, Any]], needs_key: bool) -> dict[str, Any]:
+def _describe(operation: Operation, refs: dict[Any, dict[str, Any]], needs_key: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": operation.method.lower() + operation.path.translate(str.maketrans("/.{}", "____")),
         "summary": operation.summary,
@@ -66,9 +67,9 @@ def _describe(operation: Operation, refs: dict[type, dict[str, Any]], needs_key:
             {"name": name, "in": "query", "description": text, "schema": {"type": "integer"}}
             for name, text in operation.query.items()
         ]
-    if "{model}" in operation.path:
+    if names := re.findall(r"{(\w+)}", operation.path):
         described["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.request is not None:
         described["requestBody"] = {
@@ -85,7 +86,7 @@ def _describe(operation: Operation, refs: dict[type, dict[str, Any]], needs_key:
     return described
 
 
-def _success(operation: Operation, refs: dict[type, dict[str, Any]]) -> dict[str, Any]:
+def _success(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     if operation.response is None:
         kind = "application/json" if operation.path.endswith(".json") else operation.media_type
         schema = {"type": "object"} if kind == "application/json" else {"type": "string"}
@@ -95,7 +96,7 @@ def _success(operation: Operation, refs: dict[type, dict[str, Any]]) -> dict[str
     if operation.chunk is not None:
         description += (
             " With stream=true: server-sent events whose data are chunks of the schema given for "
-            "text/event-stream, then `[DONE]`."
+            "text/event-stream" + (", then `[DONE]`." if operation.done else ".")
         )
         content["text/event-stream"] = {"schema": refs[operation.chunk]}
     return {"description": description, "content": content}

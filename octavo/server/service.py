@@ -18,6 +18,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics, cache_labels
+from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.tokenization.chat_template import load_chat_template
 
@@ -112,6 +113,7 @@ class Service:
             prefix=config.metrics_prefix,
             cache=cache_labels(engine.config),
         )
+        self.responses = ResponseStore(config.response_store_bytes)
         self.jobs: set[asyncio.Task[None]] = set()
         self.expired: set[asyncio.Task[None]] = set()
         self.draining = False

@@ -32,11 +32,21 @@ class AsgiResponse(Protocol):
 
 def event(value: msgspec.Struct) -> bytes:
     """One server-sent event that holds `value` as JSON."""
+    return b"data: " + _one_line(value) + b"\n\n"
+
+
+def named_event(value: msgspec.Struct) -> bytes:
+    """The same of a struct with a tag, which is the event's name too."""
+    name = str(value.__struct_config__.tag).encode()
+    return b"event: " + name + b"\ndata: " + _one_line(value) + b"\n\n"
+
+
+def _one_line(value: msgspec.Struct) -> bytes:
     data = _encoder.encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_ENDS:
             data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
 
 
 class EventStream:

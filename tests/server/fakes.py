@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.input_processor import check_salt
-from octavo.errors import EngineDeadError, RequestError
+from octavo.errors import EngineDeadError, RequestError, RequestFailedError
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.map import describe_kv
 from octavo.kv.pool import BlockPool
@@ -21,6 +21,7 @@ from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 VOCAB = 260
 EOS = 257
+FAULT = 0x18  # a prompt with this token fails after two tokens of its answer
 
 
 class ByteTokenizer:
@@ -58,7 +59,7 @@ class ByteTokenizer:
 
 
 class FakeEngine:
-    """Answers every prompt with `text`, a byte a token, over and over until max_tokens.
+    """Answers every prompt with `text`, a byte a token, over and over until max_tokens (once, if `ends`).
 
     `delay` is the time between tokens, `per_step` their number; `kill()` makes it dead.
     """
@@ -81,6 +82,7 @@ class FakeEngine:
         self.dead = asyncio.Event()
         self.cached: dict[tuple[int, ...], int] = {}
         self.down = False
+        self.ends = False
         self.profiles = 0  # under way
         memory = {"total": 100, "weights": 60, "kv_cache": 30, "free": 10}
         self.facts = types.SimpleNamespace(memory=memory, summary={"weights": "as dtype"})
@@ -175,6 +177,8 @@ class FakeEngine:
         self, prompt: list[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
         total = min(params.max_tokens or self.max_model_len, self.max_model_len - len(prompt))
+        ends = self.ends and len(self.answer) <= total
+        total = len(self.answer) if ends else total
         metrics = RequestMetrics(time.time(), time.time() + 1e-4, time.time() + 2e-4)
         cached = self.cached.get(tuple(prompt), 0)
         self.cached[tuple(prompt)] = len(prompt) // 16 * 16
@@ -190,6 +194,8 @@ class FakeEngine:
                 await self.check_health()
             else:
                 await asyncio.sleep(0)
+            if FAULT in prompt and start >= 2:
+                raise RequestFailedError("a step failed for a test")
             end = min(start + self.per_step, total)
             last = end == total
             self.generated += (end - start) * params.n
@@ -209,7 +215,7 @@ class FakeEngine:
                     [self._logprobs(t, params.logprobs) for t in tokens[first:end]]
                     if params.logprobs is not None
                     else None,
-                    "length" if last else None,
+                    ("stop" if ends else "length") if last else None,
                 )
                 for index in range(params.n)
             ]

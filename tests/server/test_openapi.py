@@ -12,6 +12,7 @@ from octavo.server.endpoints import OPERATIONS, PROFILING
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_chat import events
+from tests.server.test_responses import response_events
 
 TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
@@ -56,6 +57,8 @@ def problems(value: Any, schema: dict[str, Any], document: dict[str, Any], where
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 EVERYTHING = {"n": 2, "return_token_ids": True}
+SCHEMA = {"type": "json_schema", "name": "n", "schema": {}, "description": "d", "strict": True}
+STORED = "/v1/responses/resp_stored"
 CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/chat/completions", CHAT),
     (
@@ -77,6 +80,25 @@ CALLS: list[tuple[str, str, Any]] = [
     ),
     ("POST", "/v1/completions", {"prompt": "a", "stream": True, "logprobs": 1, "echo": True} | EVERYTHING),
     ("POST", "/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
+    ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3, "metadata": {"a": "b"}}),
+    (
+        "POST",
+        "/v1/responses",
+        {
+            "input": "hi",
+            "max_output_tokens": 40,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 1,
+        },
+    ),
+    (
+        "POST",
+        "/v1/responses",
+        {"input": "hi", "stream": True, "text": {"format": SCHEMA, "verbosity": "low"}},
+    ),
+    ("POST", "/v1/responses", {"input": "hi\x18", "stream": True, "max_output_tokens": 5}),
+    ("GET", STORED, None),
+    ("DELETE", STORED, None),
     ("POST", "/v1/embeddings", {"input": ["a", "b"], "dimensions": 2}),
     ("POST", "/v1/embeddings", {"input": [97, 98], "encoding_format": "base64"}),
     ("POST", "/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
@@ -110,7 +132,24 @@ def document(server: Running) -> dict[str, Any]:
 
 
 def template(path: str) -> str:
+    if path == STORED:
+        return "/v1/responses/{response_id}"
     return "/v1/models/{model}" if path.startswith("/v1/models/") else path
+
+
+def request(server: Running, method: str, path: str, body: Any) -> Any:
+    """An answer; one of a stored response finds one."""
+    if path == STORED:
+        made = server.post("/v1/responses", {"input": "hi", "max_output_tokens": 2}).json()
+        kept = server.service.responses.get(made["id"])
+        assert kept is not None
+        server.service.responses.put("resp_stored", kept.body, kept.messages)
+    return server.client.request(method, path, json=body)
+
+
+def told(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
+    """What a stream tells."""
+    return response_events(server, body) if path == "/v1/responses" else events(server, path, body)
 
 
 def test_every_route_is_described_and_called(document: dict[str, Any]) -> None:
@@ -130,10 +169,10 @@ def test_answers_satisfy_their_schemas(
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert problems(body, schema, document) == []
     if body is not None and body.get("stream"):
-        for chunk in events(server, path, body):
+        for chunk in told(server, path, body):
             assert problems(chunk, content["text/event-stream"]["schema"], document) == []
         return
-    response = server.client.request(method, path, json=body)
+    response = request(server, method, path, body)
     assert response.status_code == 200
     kind = response.headers["content-type"].split(";")[0]
     value = response.json() if kind == "application/json" else response.text
@@ -166,10 +205,10 @@ def test_every_field_of_answers_is_seen(server: Running, document: dict[str, Any
     for method, path, body in CALLS:
         content = document["paths"][template(path)][method.lower()]["responses"]["200"]["content"]
         if body is not None and body.get("stream"):
-            for chunk in events(server, path, body):
+            for chunk in told(server, path, body):
                 walk(chunk, content["text/event-stream"]["schema"])
         elif "application/json" in content:
-            walk(server.client.request(method, path, json=body).json(), content["application/json"]["schema"])
+            walk(request(server, method, path, body).json(), content["application/json"]["schema"])
         answers |= {s["schema"]["$ref"].rsplit("/", 1)[1] for s in content.values() if "$ref" in s["schema"]}
     pending, reached = list(answers), set[str]()
     while pending:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import openai
+import pydantic
 import pytest
 
 from tests import tiny
@@ -124,3 +127,56 @@ def test_usage_grows_with_every_chunk(server: Octavo) -> None:
 def test_strict_fields(server: Octavo) -> None:
     error = server.post(TEXTS, prompt="a", max_token=3).json()["error"]
     assert error["param"] == "max_token" and "max_tokens" in error["message"]
+
+
+def client_of(server: Octavo) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.client.base_url}/v1", api_key="none", max_retries=0)
+
+
+def test_responses_say_what_chats_say(server: Octavo) -> None:
+    responses = client_of(server).responses
+    ask: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 30}
+    first = responses.create(**ask, input="The quick brown fox", instructions="be brief")
+    system = {"role": "system", "content": "be brief"}
+    chat = server.post(CHAT, messages=[system, *MESSAGES], temperature=0, max_tokens=30).json()
+    assert first.output_text == chat["choices"][0]["message"]["content"]
+    assert first.usage is not None and first.usage.output_tokens == chat["usage"]["completion_tokens"]
+    deltas = [
+        event.delta
+        for event in responses.create(**ask, input="and then", previous_response_id=first.id, stream=True)
+        if event.type == "response.output_text.delta"
+    ]
+    said = [
+        *MESSAGES,
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "and then"},
+    ]
+    chat = server.post(CHAT, messages=said, temperature=0, max_tokens=30).json()
+    assert "".join(deltas) == chat["choices"][0]["message"]["content"]
+    assert len(deltas) > 3
+
+
+def test_responses_are_parsed_by_the_official_client(server: Octavo) -> None:
+    class Answer(pydantic.BaseModel):
+        colour: Literal["red", "green"]
+        sure: bool
+
+    responses = client_of(server).responses
+    parsed = responses.parse(
+        model="tiny", input="Which?", text_format=Answer, max_output_tokens=100, temperature=0
+    )
+    assert parsed.status == "completed" and isinstance(parsed.output_parsed, Answer)
+
+
+def test_responses_of_the_asynchronous_client_at_once(server: Octavo) -> None:
+    async def main() -> list[str]:
+        url = f"{server.client.base_url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            calls = [
+                client.responses.create(model="tiny", input=f"{i % 2}", max_output_tokens=20, temperature=0)
+                for i in range(8)
+            ]
+            return [answer.output_text for answer in await asyncio.gather(*calls)]
+
+    texts = asyncio.run(main())
+    assert texts == [texts[0], texts[1]] * 4
