@@ -18,7 +18,7 @@ NO_INT8 = "int8 products; nothing in this version uses them"
 CPU_SETS = {
     "avx2": "CPU kernels with vectors of 8 floats",
     "avx512": "CPU kernels with vectors of 16 floats",
-    "avx512_bf16": PRODUCTS,
+    "avx512_bf16": f"{PRODUCTS} where they are faster than float32's",
     "avx512_fp16": "float16 products in hardware (PyTorch's)",
     "amx_bf16": PRODUCTS,
     "avx512_vnni": NO_INT8,

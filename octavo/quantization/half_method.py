@@ -1,6 +1,7 @@
 """Weights of 16-bit floats, kept so in memory and computed on in float32, on CPUs.
 
-Widening is exact, so products are those of float32 weights; a step reads half as much memory.
+Widening is exact, so products are those of float32 weights; a step reads half as much memory. Activations are
+float32 or bfloat16, which is widened too (float16 by PyTorch, before and after).
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         matrix = _half(layer)
         if matrix is None:
             return super().apply(layer, x, bias)
-        if x.dtype is torch.float32:
+        if x.dtype is not torch.float16:
             return matrix.linear(x, bias)
         return matrix.linear(x.float(), None if bias is None else bias.float()).to(x.dtype)
 
@@ -112,7 +113,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
     ) -> torch.Tensor:
         matrix, gate = _half(layer), _GATES.get(act)
-        if matrix is None or gate is None or not matrix.gates or x.dtype is not torch.float32:
+        if matrix is None or gate is None or not matrix.gates or x.dtype is torch.float16:
             return super().apply_gated(layer, x, bias, act)
         return matrix.linear(x, bias, gate)
 

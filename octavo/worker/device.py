@@ -86,7 +86,7 @@ def choose_quantization(
 
     By default weights of a quantized checkpoint are kept as they are where the device has kernels for them, a
     GGUF file's encodings on a CPU alone. 16-bit floats are computed on in float32 ("half") on a CPU that has
-    kernels for those, unless it multiplies them itself and may.
+    kernels for those, unless it multiplies them itself, may, and is faster so.
 
     Args:
         name: the setting.
@@ -136,7 +136,8 @@ def choose_quantization(
 def _keeps_half(device: torch.device, kept: str, dtype: str) -> bool:
     """Whether weights of type `kept` stay so on a CPU that computes on them in float32."""
     halves = ("bfloat16", "float16")
-    computes_wide = dtype == "float32" or (dtype in halves and cpu_lacks(DTYPES[dtype]))
+    lacks = dtype in halves and cpu_lacks(DTYPES[dtype])
+    computes_wide = dtype == "float32" or lacks or (dtype == "bfloat16" and detect_cpu().widens_bfloat16)
     return device.type == "cpu" and kept in halves and computes_wide and half.panel() > 0
 
 

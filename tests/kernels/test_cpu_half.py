@@ -14,6 +14,7 @@ if not half.panel():
     pytest.skip("no kernels for 16-bit matrices on this CPU", allow_module_level=True)
 
 DTYPES = [torch.bfloat16, torch.float16]
+ACTIVATIONS = [torch.float32, torch.bfloat16]
 # Rows of x: one, two panels at once, each tile, its remainders, more than a chunk (96). Rows of the matrix:
 # part of a panel, an odd number of panels. Columns: one, less than a run (256), runs of unequal length.
 SHAPES = [(1, 1, 1), (1, 16, 32), (2, 37, 96), (3, 48, 257), (4, 33, 64), (5, 80, 300), (6, 15, 700)]
@@ -34,33 +35,40 @@ def poison(n: int) -> None:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> None:
-    """Within float32's rounding of sums: `size` is the sum of the products' magnitudes."""
-    assert got.dtype is torch.float32 and got.shape == want.shape
-    assert bool(((got.double() - want).abs() <= 2e-6 * size + 1e-30).all())
+    """Within float32's rounding of sums, `size` being that of the products' magnitudes; and results in
+    bfloat16, of 8 bits, within half a unit of the last."""
+    assert got.shape == want.shape
+    rounding = 2**-8 * want.abs() if got.dtype is torch.bfloat16 else 0
+    assert bool(((got.double() - want).abs() <= 2e-6 * size * (1 + 2**-8) + rounding + 1e-30).all())
 
 
+@pytest.mark.parametrize("given", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "rows", "columns"), SHAPES)
-def test_every_size_against_float64(n: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_every_size_against_float64(
+    n: int, rows: int, columns: int, dtype: torch.dtype, given: torch.dtype
+) -> None:
     matrix, weight = made(rows, columns, dtype, n)
-    x = strided(n, columns, torch.float32, seed=rows)
-    for bias in (None, torch.randn(rows)):
+    x = strided(n, columns, given, seed=rows)
+    for bias in (None, torch.randn(rows).to(given)):
         poison(n * rows)
         got = matrix.linear(x, bias)
+        assert got.dtype is given
         wide = None if bias is None else bias.double()
         size = half_linear(x.abs().double(), weight.abs(), None if wide is None else wide.abs())
         close(got, half_linear(x.double(), weight, wide), size)
 
 
+@pytest.mark.parametrize("given", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", [half.SILU, half.GELU_TANH])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 23, 101])
-def test_a_gate(n: int, gate: int, dtype: torch.dtype) -> None:
+def test_a_gate(n: int, gate: int, dtype: torch.dtype, given: torch.dtype) -> None:
     rows = 6 * half.panel()
     matrix, weight = made(rows, 290, dtype, n)
     assert matrix.gates
-    x = strided(n, 290, torch.float32, seed=n) / 8
-    for bias in (None, torch.randn(rows)):
+    x = strided(n, 290, given, seed=n) / 8
+    for bias in (None, torch.randn(rows).to(given)):
         poison(n * rows // 2)
         got = matrix.linear(x, bias, gate)
         wide = None if bias is None else bias.double()
@@ -72,10 +80,11 @@ def test_a_gate(n: int, gate: int, dtype: torch.dtype) -> None:
         close(got, want, 1.2 * first * values[1] + second * values[0])
 
 
+@pytest.mark.parametrize("given", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_s_result_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+def test_a_row_s_result_does_not_depend_on_the_others(dtype: torch.dtype, given: torch.dtype) -> None:
     matrix, _ = made(5 * half.panel() + 3, 600, dtype, 3)
-    x = torch.randn(200, 600)
+    x = torch.randn(200, 600).to(given)
     whole = matrix.linear(x, None)
     for first, last in ((0, 1), (5, 7), (11, 14), (20, 24), (30, 35), (2, 99), (3, 35)):
         assert torch.equal(matrix.linear(x[first:last], None), whole[first:last])
@@ -117,8 +126,10 @@ def test_what_does_not_fit_is_refused() -> None:
     matrix, _ = made(24, 32, torch.bfloat16, 0)
     with pytest.raises(ValueError, match="x has 31 columns, the matrix 32"):
         matrix.linear(torch.zeros(1, 31), None)
-    with pytest.raises(TypeError, match="take float32, not torch.float64"):
+    with pytest.raises(TypeError, match="take float32 and bfloat16, got torch.float64"):
         matrix.linear(torch.zeros(1, 32, dtype=torch.float64), None)
+    with pytest.raises(TypeError, match="dtypes differ: torch.bfloat16, torch.float32"):
+        matrix.linear(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(24))
     with pytest.raises(ValueError, match="takes no gate"):
         matrix.linear(torch.zeros(1, 32), None, half.SILU)
     with pytest.raises(ValueError, match="doesn't fit at row 20"):

@@ -39,6 +39,20 @@ def test_cpuinfo(table, model, sets):
     assert hardware._cpuinfo_sets(table) == sets
 
 
+@pytest.mark.parametrize(
+    ("model", "sets", "widens"),
+    [
+        ("Intel(R) Xeon(R) Processor", ("avx2", "avx512", "avx512_bf16"), True),
+        ("Intel(R) Xeon(R) Processor", ("avx2", "avx512", "avx512_bf16", "amx_bf16"), False),
+        ("Intel(R) Xeon(R) Processor", ("avx2", "avx512"), False),
+        ("AMD EPYC 9R14", ("avx2", "avx512", "avx512_bf16"), False),
+    ],
+)
+def test_where_bfloat16_products_are_slower_than_float32(model, sets, widens):
+    cpu = hardware.CpuInfo(model, "x86_64", 2, 2, 2, sets)
+    assert cpu.widens_bfloat16 is widens
+
+
 def test_this_cpu_agrees_with_torch():
     import torch
 

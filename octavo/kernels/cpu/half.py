@@ -1,4 +1,4 @@
-"""Products of float32 rows with matrices that stay 16-bit floats in memory, in C++; twin:
+"""Products of float32 or bfloat16 rows with matrices that stay 16-bit floats in memory, in C++; twin:
 `octavo.kernels.reference_half`."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import torch
 
 from octavo.kernels.cpu.arena import Arena
-from octavo.kernels.cpu.ops import available, differ, library, row_stride
+from octavo.kernels.cpu.ops import available, differ, dtype_code, library, row_stride
 
 SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
 DTYPES = (torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ def _functions() -> ctypes.CDLL:
     for name, arguments, result in (
         ("octavo_half_pack", [p, p, n, n, n], None),
         ("octavo_half_rows", [p, p, n, p, n], i),
-        ("octavo_half_linear", [p, p, n, n, p, p, n, i, n], i),
+        ("octavo_half_linear", [p, p, n, n, p, p, n, i, i, n], i),
     ):
         function = getattr(lib, name)
         function.argtypes, function.restype = arguments, result
@@ -102,21 +102,21 @@ class HalfMatrix:
         return self.rows % (2 * panel()) == 0
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gate: int = _NO_GATE) -> torch.Tensor:
-        """`x @ W^T + bias`: float32 `[any, columns]` to `[any, rows]`.
+        """`x @ W^T + bias`: `[any, columns]` to `[any, rows]` in `x`'s dtype; sums are float32, rounded once.
 
         A row's result is the same bits whatever rows stand beside it.
 
         Args:
-            x: float32, rows any stride apart.
-            bias: float32 `[rows]`.
+            x: float32 or bfloat16, rows any stride apart.
+            bias: `[rows]` of `x`'s dtype.
             gate: SILU or GELU_TANH, if the matrix `gates`: the result is that of the first half of the
                 rows times the second, `[any, rows / 2]`.
         """
         n, columns = x.shape
         if columns != self.columns:
             raise ValueError(f"x has {columns} columns, the matrix {self.columns}")
-        if x.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
-            raise TypeError(f"products with 16-bit matrices take float32, not {x.dtype}")
+        if bias is not None and bias.dtype is not x.dtype:
+            raise differ(x, bias)
         width = self.rows if gate == _NO_GATE else self.rows // 2
         out = x.new_empty((n, width))
         status = self._linear(
@@ -128,6 +128,7 @@ class HalfMatrix:
             out.data_ptr(),
             width,
             gate,
+            dtype_code(x),
             torch.get_num_threads(),
         )
         if status:
