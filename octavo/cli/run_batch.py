@@ -27,6 +27,10 @@ _SERVER_SETTINGS = (
     "max_request_bytes",
     "max_prompts_per_request",
     "trust_request_chat_template",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "exclude_tools_when_tool_choice_none",
+    "reasoning_parser",
     "tokenizer_threads",
 )
 

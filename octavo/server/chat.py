@@ -14,10 +14,11 @@ from starlette.responses import Response
 
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.errors import ApiError, bad_request
+from octavo.server.answer import AnswerDelta, AnswerParser, AnswerPlan, plan_answer
+from octavo.server.conversation import chat_prompt
+from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
 from octavo.server.params import check_request, new_request_id, sampling_params, truncated
-from octavo.server.parsing import check_depth
 from octavo.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -28,19 +29,15 @@ from octavo.server.protocol import (
     ChatMessage,
     ChatRequest,
     Delta,
-    TemplateFields,
+    FinishReason,
 )
 from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, event
-from octavo.server.text import ChatPrompt
+from octavo.server.tools.choice import ToolMode, tool_request
+from octavo.server.tools.protocol import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.usage import UsageCount, stop_cause
 
 _ROLE = Delta(role="assistant", content="")
-MAX_MESSAGES = 16384
-_RESERVED = frozenset(
-    "messages tools template special_tokens chat_template add_generation_prompt "
-    "continue_final_message".split()
-)
 
 
 async def create_chat_completion(service: Service, body: ChatRequest, request_id: str | None) -> AsgiResponse:
@@ -69,96 +66,35 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
     top = body.top_logprobs or 0
     if top < 0:
         raise bad_request(f"top_logprobs={top} is not valid: give an integer of at least 0", "top_logprobs")
+    plan = plan_answer(service.config, tool_request(body.tools, body.tool_choice, body.parallel_tool_calls))
     params = sampling_params(
         body,
         service.engine.default_params(),
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=top if body.logprobs else None,
     )
+    if any(service.text.special_id(mark) is not None for mark in plan.markers):
+        params = params.clone(skip_special_tokens=False)
     given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
     extra = {name: value for name, value in given.items() if value is not None}
-    prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra))
+    hidden = plan.tools.mode == ToolMode.NONE and service.config.exclude_tools_when_tool_choice_none
+    offered = [] if hidden else plan.tools.for_template()
+    prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra, offered))
     prompt = truncated(prompt, body, params, service.engine.max_model_len)
     style = LogprobStyle(service.text, top, bool(body.return_tokens_as_token_ids), params.skip_special_tokens)
-    return ChatJob(service, body, params, prompt, style, name, model, _echo(body))
+    return ChatJob(service, body, params, prompt, style, name, model, plan, _echo(body))
 
 
 def _echo(body: ChatRequest) -> str:
     """The text of the assistant's last message, where the answer is to begin with it."""
     last = body.messages[-1]
-    if not body.echo or last.role != "assistant" or last.content is None:
-        return ""
-    return last.content if isinstance(last.content, str) else "".join(p.text or "" for p in last.content)
+    return _text(last) if body.echo and last.role == "assistant" else ""
 
 
-def chat_prompt(
-    service: Service,
-    messages: list[ChatMessage],
-    options: TemplateFields,
-    extra: dict[str, Any] | None = None,
-) -> ChatPrompt:
-    """A conversation as the chat template takes it.
-
-    Raises:
-        ApiError: 400 for what the template may not get, naming the field.
-    """
-    if not messages:
-        raise bad_request("messages is empty: give at least one", "messages")
-    if len(messages) > MAX_MESSAGES:
-        raise bad_request(
-            f"messages has {len(messages)} entries: at most {MAX_MESSAGES} are allowed", "messages"
-        )
-    if options.chat_template is not None and not service.config.trust_request_chat_template:
-        raise bad_request(
-            "chat_template is not taken from requests: start the server with --trust-request-chat-template",
-            "chat_template",
-        )
-    continued = bool(options.continue_final_message)
-    generation = not continued if options.add_generation_prompt is None else options.add_generation_prompt
-    kwargs = dict(options.chat_template_kwargs or {})
-    check_depth(kwargs, "chat_template_kwargs")
-    for name in kwargs:
-        if name in _RESERVED:
-            raise bad_request(
-                f"chat_template_kwargs holds {name}: give it as a field of the request",
-                "chat_template_kwargs",
-            )
-    return ChatPrompt(
-        messages=[_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
-        add_generation_prompt=generation,
-        continue_final_message=continued,
-        add_special_tokens=bool(options.add_special_tokens),  # templates write their own
-        chat_template=options.chat_template,
-        template_kwargs=(extra or {}) | kwargs,
-    )
-
-
-def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    if message.tool_calls or message.tool_call_id is not None or message.role in ("tool", "function"):
-        raise ApiError(
-            400,
-            f"{where} belongs to a tool call: tools are not supported by this version",
-            param=where,
-            code="unsupported_parameter",
-        )
-    content: Any = message.content
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            place = f"{where}.content[{i}]"
-            if part.type != "text":
-                raise ApiError(
-                    400,
-                    f"{place}.type is {part.type[:64]!r}: this version takes text alone",
-                    param=f"{place}.type",
-                    code="unsupported_parameter",
-                )
-            if part.text is None:
-                raise bad_request(f"{place}.text is missing", f"{place}.text")
-        content = msgspec.to_builtins(content)
-    plain: dict[str, Any] = {"role": message.role, "content": content}
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
+def _text(message: ChatMessage) -> str:
+    """A message's text."""
+    content = message.content
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or [])
 
 
 @dataclass
@@ -172,6 +108,7 @@ class ChatJob:
     style: LogprobStyle
     id: str
     model: str
+    plan: AnswerPlan
     lead: str = ""  # text that an echo begins with
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -202,6 +139,7 @@ class ChatJob:
         continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
         usage = UsageCount()
         first = True
+        parsers = [self.parser() for _ in range(self.params.n)]
         async with aclosing(self.results()) as results:
             async for batch in results:
                 events = []
@@ -216,14 +154,10 @@ class ChatJob:
                                 events.append(self._first_event(i, Delta(content=self.lead), interim))
                     for output in out.outputs:
                         usage.add(len(output.token_ids))
-                        choice = self._chunk_choice(output)
-                        if (
-                            output.text
-                            or output.finish_reason
-                            or choice.logprobs
-                            or choice.token_ids
-                            or continuous
-                        ):
+                        parser = parsers[output.index]
+                        new = _read(parser, output)
+                        choice = self._chunk_choice(output, parser, new)
+                        if new or output.finish_reason or choice.logprobs or choice.token_ids or continuous:
                             if continuous:
                                 interim = usage.total()
                             events.append(
@@ -255,20 +189,38 @@ class ChatJob:
             chunk.prompt_token_ids = self.prompt
         return event(chunk)
 
-    def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
-        delta = Delta(content=output.text) if output.text or not output.finish_reason else Delta()
-        choice = ChatChunkChoice(output.index, delta, self.logprobs(output), output.finish_reason)  # type: ignore[arg-type]
+    def parser(self) -> AnswerParser | None:
+        """A parser of one choice; None where its text is shown as it is."""
+        if self.plan.reasoning is None:
+            return self.plan.parser(None)
+        if self.body.continue_final_message:
+            return self.plan.parser(self.plan.reasoning.continued(_text(self.body.messages[-1])))
+        return self.plan.parser(self.plan.reasoning.thinking(self.service.text.ending(self.prompt)))
+
+    def _chunk_choice(
+        self, output: CompletionOutput, parser: AnswerParser | None, new: AnswerDelta
+    ) -> ChatChunkChoice:
+        choice = ChatChunkChoice(
+            output.index,
+            _delta(new, bool(output.finish_reason)),
+            self.logprobs(output),
+            _finish_reason(output, parser),
+        )
         if output.finish_reason:
             choice.stop_reason = stop_cause(output)
         choice.token_ids = self._token_ids(output)
         return choice
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
+        parser = self.parser()
+        new = _read(parser, output)
+        new.content = self.lead + new.content
+        message = _message(new, self.plan)
         return ChatChoice(
             index=output.index,
-            message=AssistantMessage(self.lead + output.text),
+            message=message,
             logprobs=self.logprobs(output),
-            finish_reason=output.finish_reason,  # type: ignore[arg-type]  # others never get here
+            finish_reason=_finish_reason(output, parser),
             stop_reason=stop_cause(output),
             token_ids=self._token_ids(output),
         )
@@ -281,3 +233,51 @@ class ChatJob:
         if not self.body.logprobs or not output.token_ids:
             return None
         return chat_logprobs(output.token_ids, output.logprobs or [], self.style)
+
+
+def _read(parser: AnswerParser | None, output: CompletionOutput) -> AnswerDelta:
+    """What a result adds to its choice."""
+    if parser is None:
+        return AnswerDelta(output.text)
+    return parser.feed(output.text, last=bool(output.finish_reason))
+
+
+def _finish_reason(output: CompletionOutput, parser: AnswerParser | None) -> FinishReason | None:
+    if output.finish_reason == "stop" and parser is not None and parser.ends_in_calls:
+        return "tool_calls"
+    return output.finish_reason  # type: ignore[return-value]  # others never get here
+
+
+def _delta(new: AnswerDelta, last: bool) -> Delta:
+    delta = Delta()
+    if new.content or not (last or new):
+        delta.content = new.content
+    if new.reasoning:
+        delta.reasoning_content = delta.reasoning = new.reasoning
+    if new.calls:
+        delta.tool_calls = [
+            ToolCallDelta(call.index, FunctionCallDelta(arguments=call.arguments))
+            if call.name is None
+            else ToolCallDelta(
+                call.index, FunctionCallDelta(call.name, call.arguments), call.id or UNSET, "function"
+            )
+            for call in new.calls
+        ]
+    return delta
+
+
+def _message(whole: AnswerDelta, plan: AnswerPlan) -> AssistantMessage:
+    calls: list[ToolCall] = []
+    for call in whole.calls:
+        if call.name is not None:
+            calls.append(ToolCall(call.id or "", FunctionCall(call.name, call.arguments)))
+        else:
+            calls[-1].function.arguments += call.arguments
+    message = AssistantMessage(whole.content)
+    if not whole.content and (calls or whole.reasoning):
+        message.content = None
+    if calls:
+        message.tool_calls = calls
+    if plan.reasoning is not None:
+        message.reasoning_content = message.reasoning = whole.reasoning or None
+    return message

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from octavo.config import setting, validate
 from octavo.errors import ConfigError
+from octavo.server.reasoning import REASONING_FORMATS
+from octavo.server.tools.registry import TOOL_PARSERS
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 
@@ -50,6 +52,20 @@ class ServerConfig:
     trust_request_chat_template: bool = setting(
         False, "Let requests bring their own chat template, which is a program that this server then runs."
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "Let the model choose by itself to call tools that a request offers; needs a tool_call_parser."
+    )
+    tool_call_parser: str | None = setting(
+        None, "Format in which the model writes calls of tools.", choices=(None, *TOOL_PARSERS)
+    )
+    exclude_tools_when_tool_choice_none: bool = setting(
+        False, "Leave tools out of the prompt of requests that forbid calls (tool_choice none)."
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "How the model marks its reasoning, which answers then carry apart.",
+        choices=(None, *REASONING_FORMATS),
+    )
     tokenizer_threads: int = setting(2, "Threads that tokenize and render chat templates.", low=1, high=256)
     drain_timeout: float = setting(
         60.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", low=0.0, high=86400.0
@@ -72,6 +88,8 @@ class ServerConfig:
                 f"metrics_prefix={self.metrics_prefix!r} is no beginning of a metric's name: give letters, "
                 "digits and _, with no digit first"
             )
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("enable_auto_tool_choice needs a tool_call_parser: name the model's")
 
     def all_api_keys(self) -> list[str]:
         """Keys from the settings and the environment."""

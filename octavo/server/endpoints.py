@@ -12,9 +12,10 @@ from starlette.types import Scope
 
 from octavo.config import EngineConfig
 from octavo.errors import EngineDeadError
-from octavo.server.chat import chat_prompt, create_chat_completion
+from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.config import ServerConfig
+from octavo.server.conversation import chat_prompt
 from octavo.server.debug_kv import MOST_CELLS, KVMapResponse, kv_map, kv_page
 from octavo.server.embeddings import create_embeddings
 from octavo.server.errors import ApiError, bad_request
@@ -49,6 +50,7 @@ from octavo.server.responses.protocol import ResponseDeleted, ResponseObject, Re
 from octavo.server.scoring import create_score
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
+from octavo.server.tools.choice import tool_request
 from octavo.version import __version__
 
 Handler = Callable[[Service, Scope, Any], Awaitable[AsgiResponse]]
@@ -137,7 +139,9 @@ async def _tokenize(service: Service, scope: Scope, body: TokenizeRequest) -> As
     if body.prompt is not None:
         tokens = await service.text.encode(body.prompt, body.add_special_tokens is not False, "prompt")
     else:
-        tokens = await service.text.encode_chat(chat_prompt(service, body.messages or [], body))
+        tools = tool_request(body.tools, None, None).for_template()
+        prompt = chat_prompt(service, body.messages or [], body, tools=tools)
+        tokens = await service.text.encode_chat(prompt)
     answer = TokenizeResponse(len(tokens), service.engine.max_model_len, tokens)
     if body.return_token_strs:
         answer.token_strs = [service.text.token(token).decode("utf-8", "replace") for token in tokens]

@@ -37,7 +37,7 @@ def _empty(value: Any) -> bool:
 
 
 NOT_BUILT: dict[str, Callable[[Any], bool]] = {
-    "tools": _empty,
+    "tools": _empty,  # of completions, which have no form for them
     "tool_choice": lambda value: value in (None, "none", "auto"),
     "functions": _empty,
     "function_call": lambda value: value in (None, "none", "auto"),

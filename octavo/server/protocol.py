@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-FinishReason = Literal["stop", "length"]
+from octavo.server.tools.protocol import PastToolCall, Tool, ToolCall, ToolCallDelta, ToolChoice
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class StreamOptions(Struct):
@@ -140,10 +142,14 @@ class ChatMessage(Struct):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
-    """Refused by this version."""
+    tool_calls: list[PastToolCall] | None = None
+    """Calls that the assistant made."""
     tool_call_id: str | None = None
-    """Refused by this version."""
+    """The call whose result a `tool` message is."""
+    reasoning_content: str | None = None
+    """What the assistant thought; templates choose whether to show it."""
+    reasoning: str | None = None
+    """The same by another name."""
 
 
 class TemplateFields(Protocol):
@@ -184,8 +190,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     verbosity: str | None = None
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Whether it may (auto, as if left out), must (required, or a named function) or must not (none)."""
     parallel_tool_calls: bool | None = None
-    """Accepted for compatibility; without effect."""
+    """False: at most one call."""
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -200,6 +210,7 @@ class TokenizeRequest(Struct, kw_only=True):
     chat_template: str | None = None
     """A Jinja template; only if the server was started with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -307,9 +318,15 @@ class ChatLogprobs(Struct):
 class AssistantMessage(Struct):
     """What the model said."""
 
-    content: str
+    content: str | None
+    """None beside reasoning or calls without text."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | None | UnsetType = UNSET
+    """Only with --reasoning-parser."""
+    reasoning: str | None | UnsetType = UNSET
+    """The same by another name."""
 
 
 class ChatChoice(Struct):
@@ -337,10 +354,13 @@ class ChatCompletion(Struct):
 
 
 class Delta(Struct):
-    """What a chunk adds to a message: the role first, then text."""
+    """What a chunk adds to a message: the role first, then reasoning, text and calls."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

@@ -46,6 +46,7 @@ class ChatPrompt:
     add_special_tokens: bool
     chat_template: str | None
     template_kwargs: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
 
 
 class TextService:
@@ -120,6 +121,17 @@ class TextService:
         """UTF-8 bytes that a token adds to a text; none for a special token that the text leaves out."""
         return b"" if self._tokenizer is None else self._tokenizer.byte_table(skip_special)[token_id]
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that a text is, if it is one."""
+        if self._tokenizer is None:
+            return None
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 and not self.token(ids[0], skip_special=True) else None
+
+    def ending(self, ids: Sequence[int], tokens: int = 32) -> str:
+        """The text of the last tokens, special ones included."""
+        return b"".join(self.token(token) for token in ids[-tokens:]).decode("utf-8", "replace")
+
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -130,6 +142,7 @@ class TextService:
             chat_template=prompt.chat_template or self._chat_template,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
+            **({"tools": prompt.tools} if prompt.tools else {}),
             **prompt.template_kwargs,
         )
         self._check_length(len(text), "messages")

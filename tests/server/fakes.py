@@ -61,7 +61,8 @@ class ByteTokenizer:
 class FakeEngine:
     """Answers every prompt with `text`, a byte a token, over and over until max_tokens (once, if `ends`).
 
-    `delay` is the time between tokens, `per_step` their number; `kill()` makes it dead.
+    `delay` is the time between tokens, `per_step` their number; `kill()` makes it dead. `replies` are other
+    texts, by a word of the prompt.
     """
 
     def __init__(self, text: str = "héllo 🙂 world. ", delay: float = 0.0, per_step: int = 1, **config: Any):
@@ -75,6 +76,7 @@ class FakeEngine:
         self.delay = delay
         self.per_step = per_step
         self.answer = text.encode()
+        self.replies: dict[str, str] = {}
         self.live: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.aborted = 0
@@ -176,14 +178,16 @@ class FakeEngine:
     async def _steps(
         self, prompt: list[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
+        words = bytes(t for t in prompt if t < 256).decode("utf-8", "replace")
+        answer = next((r.encode() for word, r in self.replies.items() if word in words), self.answer)
         total = min(params.max_tokens or self.max_model_len, self.max_model_len - len(prompt))
-        ends = self.ends and len(self.answer) <= total
-        total = len(self.answer) if ends else total
+        ends = self.ends and len(answer) <= total
+        total = len(answer) if ends else total
         metrics = RequestMetrics(time.time(), time.time() + 1e-4, time.time() + 2e-4)
         cached = self.cached.get(tuple(prompt), 0)
         self.cached[tuple(prompt)] = len(prompt) // 16 * 16
         delta = params.output_kind == RequestOutputKind.DELTA
-        tokens = [self.answer[i % len(self.answer)] for i in range(total)]
+        tokens = [answer[i % len(answer)] for i in range(total)]
         told = 0  # bytes of text told so far
         for start in range(0, total, self.per_step):
             if self.delay:

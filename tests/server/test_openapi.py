@@ -59,6 +59,12 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 EVERYTHING = {"n": 2, "return_token_ids": True}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {}, "description": "d", "strict": True}
 STORED = "/v1/responses/resp_stored"
+REPLY = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TOOLS = {
+    "messages": [{"role": "user", "content": "Tools?"}],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "max_tokens": len(REPLY),
+}
 CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/chat/completions", CHAT),
     (
@@ -72,6 +78,8 @@ CALLS: list[tuple[str, str, Any]] = [
         CHAT | EVERYTHING | {"stream": True, "logprobs": True, "top_logprobs": 1},
     ),
     ("POST", "/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
+    ("POST", "/v1/chat/completions", TOOLS),
+    ("POST", "/v1/chat/completions", TOOLS | {"stream": True}),
     ("POST", "/v1/completions", {"prompt": "a"}),
     (
         "POST",
@@ -122,7 +130,10 @@ CALLS: list[tuple[str, str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(FakeEngine(torch_profiler_dir="traces")) as server:
+    engine = FakeEngine(torch_profiler_dir="traces")
+    engine.replies = {"Tools?": REPLY}
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    with running(engine, enable_auto_tool_choice=True, **settings) as server:
         yield server
 
 
