@@ -277,8 +277,12 @@ class AsyncLLM:
         # A caller that goes away must not leave the answer for the next one.
         return await asyncio.shield(ask())
 
-    async def describe_kv(self, cells: int) -> KVMap:
+    async def describe_kv(self, cells: int, requests: int = 0, tokens: int = 0) -> KVMap:
         """What the blocks of the KV pool are at the end of a step, in at most `cells` cells.
+
+        Args:
+            requests: of how many requests to tell as well (`KVMap.requests`).
+            tokens: how many of the last token ids of their prompts and outputs to tell.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -287,7 +291,7 @@ class AsyncLLM:
 
         async def ask() -> KVMap:
             async with self._mapping:
-                self._client.send(DescribeKV(cells))
+                self._client.send(DescribeKV(cells, requests, tokens))
                 told = await self._kv_maps.get()
             if isinstance(told, EngineDeadError):
                 raise told

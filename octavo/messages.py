@@ -201,6 +201,33 @@ class ProfileStatus(msgspec.Struct, omit_defaults=True):
     error: str | None = None
 
 
+class RequestInfo(msgspec.Struct):
+    """One request at one moment, as the engine core knows it.
+
+    Attributes:
+        request_id: the choice's id.
+        state: "running" (in the batch), "loading" (its KV is on its way) or "waiting".
+        num_prompt_tokens, num_output_tokens, max_tokens: its lengths, and the most it may generate.
+        num_computed_tokens: tokens whose rows are scheduled; 0 unless it runs.
+        num_cached_tokens: tokens of the prompt that the prefix cache served.
+        num_preemptions: how often it gave way.
+        arrival_time: `time.time()` at the front end, seconds.
+        prompt_tail, output_tail: the last token ids of both; empty unless asked for.
+    """
+
+    request_id: str
+    state: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrival_time: float
+    prompt_tail: list[int] = []
+    output_tail: list[int] = []
+
+
 class KVMap(msgspec.Struct):
     """Answer to `DescribeKV`: what each block of the pool is at this moment.
 
@@ -215,6 +242,8 @@ class KVMap(msgspec.Struct):
         host_cells, host_blocks_per_cell, host_blocks: the same of the host tier's slots: 1 where most hold
             a block, else 0; empty without a host tier.
         num_running, num_waiting: requests.
+        requests: the first of these, as many as were asked for: those that run in their order, then the
+            others by arrival (without those whose grammar is being compiled).
     """
 
     cells: bytes
@@ -229,6 +258,7 @@ class KVMap(msgspec.Struct):
     host_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    requests: list[RequestInfo] = []
 
 
 class CoreOutputs(msgspec.Struct, tag="outputs", omit_defaults=True):
@@ -448,9 +478,12 @@ class StopProfile(msgspec.Struct, tag="stop_profile"):
 
 
 class DescribeKV(msgspec.Struct, tag="describe_kv"):
-    """Front end to core: tell what the blocks of the KV pool are, in at most `cells` cells."""
+    """Front end to core: tell what the blocks of the KV pool are, in at most `cells` cells, and what at most
+    `requests` of the requests are, with the last `tokens` token ids of their prompts and outputs."""
 
     cells: int
+    requests: int = 0
+    tokens: int = 0
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):

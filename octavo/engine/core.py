@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine.describe import describe_requests
 from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
 from octavo.engine.grammar_compiler import GrammarCompiler
 from octavo.engine.grammar_masks import begin_masks, collect_masks
@@ -23,6 +24,7 @@ from octavo.messages import (
     CoreOutput,
     CoreRequest,
     CoreStats,
+    DescribeKV,
     KVMap,
     ModelFacts,
     RequestMetrics,
@@ -227,12 +229,14 @@ class EngineCore:
         stats.block_reuse_gap = times.reuse_gap
         return stats
 
-    def describe_kv(self, cells: int) -> KVMap:
-        """What the blocks of the pool (and of the host tier) are now, in at most `cells` cells each."""
+    def describe_kv(self, asked: DescribeKV) -> KVMap:
+        """What the blocks of the pool (and of the host tier) are now, and the requests."""
         offloading, stats = self.kv.offloading, self.scheduler.current_stats()
         host = None if offloading is None else offloading.tier
-        told = describe_kv(self.kv.pool, self.facts.groups, cells, host)
-        told.num_running, told.num_waiting = stats.num_running, stats.num_waiting
+        told = describe_kv(self.kv.pool, self.facts.groups, asked.cells, host)
+        told.num_running = stats.num_running
+        told.num_waiting = stats.num_waiting + self.grammars.num_waiting
+        told.requests = describe_requests(self.scheduler, asked.requests, asked.tokens)
         return told
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -16,8 +17,10 @@ from octavo.messages import (
     CoreOutput,
     CoreRequest,
     CoreStats,
+    DescribeKV,
     KVMap,
     ModelFacts,
+    RequestInfo,
     RequestMetrics,
 )
 
@@ -142,9 +145,26 @@ class EncoderCore:
         self._stats.num_waiting = len(self._waiting)
         return CoreStats(*(getattr(self._stats, name) for name in CoreStats.__struct_fields__))
 
-    def describe_kv(self, cells: int) -> KVMap:
-        """There is no KV cache: a map without blocks."""
-        return KVMap(b"", 1, 0, 0, 0, dict.fromkeys(STATES, 0), num_waiting=len(self._waiting))
+    def describe_kv(self, asked: DescribeKV) -> KVMap:
+        """There is no KV cache: a map without blocks. Texts wait, or are through within a step."""
+        told = KVMap(b"", 1, 0, 0, 0, dict.fromkeys(STATES, 0), num_waiting=len(self._waiting))
+        for core in itertools.islice(self._waiting.values(), asked.requests):
+            tail = core.prompt_token_ids[-asked.tokens :] if asked.tokens else []
+            told.requests.append(
+                RequestInfo(
+                    core.request_id,
+                    "waiting",
+                    num_prompt_tokens=len(core.prompt_token_ids),
+                    num_output_tokens=0,
+                    max_tokens=0,
+                    num_computed_tokens=0,
+                    num_cached_tokens=0,
+                    num_preemptions=0,
+                    arrival_time=core.arrival_time,
+                    prompt_tail=tail,
+                )
+            )
+        return told
 
     def close(self) -> None:
         """Free the worker."""

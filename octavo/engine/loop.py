@@ -99,7 +99,7 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                     assert isinstance(core, EngineCore)
                     outputs += core.admit_compiled()
                 elif isinstance(message, DescribeKV):
-                    deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message.cells)))
+                    deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message)))
                 else:
                     outputs += _handle(core, message)
             if core.has_work:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -148,6 +148,15 @@ class Scheduler:
             self.stats.host_blocks_used = offloading.tier.num_used
             self.stats.host_evictions = offloading.tier.num_evicted
         return CoreStats(*(getattr(self.stats, name) for name in CoreStats.__struct_fields__))
+
+    def live_requests(self) -> Iterator[tuple[Request, int, np.ndarray]]:
+        """Requests that have not ended, with their scheduled rows (0 outside a slot) and known tokens: those
+        in slots in their order, then the others by arrival."""
+        running = map(self._slots.at, self._slots.running.tolist())
+        others = (request for request in self._requests.values() if request.slot < 0)
+        for request in itertools.chain(running, others):
+            computed = int(self._slots.num_computed[request.slot]) if request.slot >= 0 else 0
+            yield request, computed, self._slots.known(request)
 
     # ---- scheduling -----------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class KVMapResponse(msgspec.Struct):
 
 def kv_map_response(told: KVMap) -> KVMapResponse:
     """The core's answer as JSON tells it."""
-    fields = {name: getattr(told, name) for name in KVMap.__struct_fields__}
+    fields = {name: getattr(told, name) for name in KVMap.__struct_fields__ if name != "requests"}
     for name in ("cells", "host_cells"):
         fields[name] = "".join(map(str, fields[name]))
     return KVMapResponse(states=list(STATES), **fields)
