@@ -30,6 +30,7 @@ class ServerConfig:
         None,
         f"Keys of which clients must send one as `Authorization: Bearer KEY`; {API_KEY_VARIABLE} adds one. "
         "/health and /ping stay open.",
+        secret=True,
     )
     allowed_origins: list[str] | None = setting(
         None, "Web origins whose pages may call the server (CORS), `*` for all. By default none."
@@ -76,6 +77,14 @@ class ServerConfig:
     )
     metrics_prefix: str = setting(
         "octavo", "What stands before the colon of every metric's name; `vllm` fits boards made for vLLM."
+    )
+    disable_page: bool = setting(
+        False, "Do not serve the page at / that shows the running server, nor the figures it asks for."
+    )
+    page_show_texts: bool = setting(
+        False,
+        "Show on the page the last words of what running requests ask and are answered: whoever may open its "
+        "figures then reads everybody's texts.",
     )
     access_log: bool = setting(False, "Log a line per request.")
     ssl_keyfile: str | None = setting(None, "Private key file, to serve HTTPS.")

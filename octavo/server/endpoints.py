@@ -20,6 +20,9 @@ from octavo.server.debug_kv import MOST_CELLS, KVMapResponse, kv_map, kv_page
 from octavo.server.embeddings import create_embeddings
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.page.files import ASSETS, page_asset, page_index
+from octavo.server.page.info import ServerInfo, server_info
+from octavo.server.page.state import ServerState, server_state
 from octavo.server.params import check_request_id
 from octavo.server.protocol import (
     ChatChunk,
@@ -68,6 +71,7 @@ class Operation:
         open: needs no API key.
         generates: refused while the server shuts down.
         media_type: of an answer that is text.
+        hidden: a part of a page, which the OpenAPI document leaves out.
         query: whole numbers that the address may carry, and what they mean.
     """
 
@@ -82,6 +86,7 @@ class Operation:
     open: bool = False
     generates: bool = False
     media_type: str = "text/plain"
+    hidden: bool = False
     query: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -344,6 +349,33 @@ PROFILING: tuple[Operation, ...] = (
 """For development: only where the settings name a folder for traces."""
 
 
+PAGE: tuple[Operation, ...] = (
+    # The page itself holds no data; it asks for it with the key that is typed into it.
+    Operation(
+        "GET", "/", "A page that shows the running server.", page_index, open=True, media_type="text/html"
+    ),
+    *(
+        Operation("GET", f"/page/{name}", "A part of the page.", page_asset, open=True, hidden=True)
+        for name in ASSETS
+    ),
+    Operation(
+        "GET",
+        "/server_info.json",
+        "What is served, and the settings in force; secrets are left out.",
+        server_info,
+        response=ServerInfo,
+    ),
+    Operation(
+        "GET",
+        "/server_state.json",
+        "The metrics, the KV map and the running requests at one moment.",
+        server_state,
+        response=ServerState,
+    ),
+)
+"""The page at `/`: unless the settings turn it off."""
+
+
 KV_DEBUG: tuple[Operation, ...] = (
     # The page itself holds no data; what it asks for needs the key that is typed into it.
     Operation(
@@ -369,7 +401,8 @@ KV_DEBUG: tuple[Operation, ...] = (
 def operations(engine: EngineConfig, server: ServerConfig) -> tuple[Operation, ...]:
     """What a server with these settings offers."""
     profiling = PROFILING if engine.torch_profiler_dir is not None else ()
-    return OPERATIONS + profiling + (KV_DEBUG if server.enable_kv_debug else ())
+    page = () if server.disable_page else PAGE
+    return OPERATIONS + page + profiling + (KV_DEBUG if server.enable_kv_debug else ())
 
 
 def not_found(path: str) -> ApiError:

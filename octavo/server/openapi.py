@@ -32,6 +32,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool) -> dict[s
         needs_key: whether the server asks for an API key.
     """
     structs: list[Any] = [ErrorResponse]
+    operations = [operation for operation in operations if not operation.hidden]
     for operation in operations:
         structs += [s for s in (operation.request, operation.response, operation.chunk) if s is not None]
     unique = list(dict.fromkeys(structs))

@@ -18,6 +18,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics, cache_labels
+from octavo.server.page.cache import Cached
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.tokenization.chat_template import load_chat_template
@@ -74,7 +75,7 @@ class Engine(Protocol):
 
     async def stop_profile(self) -> ProfileStatus: ...
 
-    async def describe_kv(self, cells: int) -> KVMap: ...
+    async def describe_kv(self, cells: int, requests: int = 0, tokens: int = 0) -> KVMap: ...
 
     async def check_health(self) -> None: ...
 
@@ -117,6 +118,7 @@ class Service:
         self.jobs: set[asyncio.Task[None]] = set()
         self.expired: set[asyncio.Task[None]] = set()
         self.draining = False
+        self.page_state = Cached(0.5)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with for the model that a request names (none: the first).

@@ -20,6 +20,9 @@ longer text cannot fit the context."""
 class Tokenizer(Protocol):
     """What the server asks of `octavo.tokenization`'s tokenizer. All methods are thread-safe."""
 
+    @property
+    def has_chat_template(self) -> bool: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
@@ -85,6 +88,13 @@ class TextService:
     def has_tokenizer(self) -> bool:
         """Whether texts can be served at all."""
         return self._tokenizer is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be served."""
+        if self._tokenizer is None:
+            return False
+        return self._chat_template is not None or self._tokenizer.has_chat_template
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text.

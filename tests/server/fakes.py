@@ -14,7 +14,7 @@ from octavo.errors import EngineDeadError, RequestError, RequestFailedError
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.map import describe_kv
 from octavo.kv.pool import BlockPool
-from octavo.messages import CoreStats, KVMap, ProfileStatus, RequestMetrics
+from octavo.messages import CoreStats, KVMap, ProfileStatus, RequestInfo, RequestMetrics
 from octavo.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -26,6 +26,8 @@ FAULT = 0x18  # a prompt with this token fails after two tokens of its answer
 
 class ByteTokenizer:
     """One token per byte of UTF-8; 256 and 257 are special (begin and end)."""
+
+    has_chat_template = True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([256] if add_special_tokens else []) + list(text.encode())
@@ -87,7 +89,12 @@ class FakeEngine:
         self.ends = False
         self.profiles = 0  # under way
         memory = {"total": 100, "weights": 60, "kv_cache": 30, "free": 10}
-        self.facts = types.SimpleNamespace(memory=memory, summary={"weights": "as dtype"})
+        self.facts = types.SimpleNamespace(
+            memory=memory,
+            summary={"weights": "as dtype"},
+            pooling_type=None,
+            max_num_batched_tokens=2048,
+        )
         self.pool = BlockPool(5000)
 
     def kill(self) -> None:
@@ -103,9 +110,25 @@ class FakeEngine:
     def stats(self) -> CoreStats:
         return CoreStats(num_running=len(self.live), generation_tokens=self.generated, prefix_cache_queries=7)
 
-    async def describe_kv(self, cells: int) -> KVMap:
+    async def describe_kv(self, cells: int, requests: int = 0, tokens: int = 0) -> KVMap:
         await self.check_health()
-        return describe_kv(self.pool, [KVGroup("full", (0,), KVFormat("bfloat16", 16, 2, 8))], cells)
+        told = describe_kv(self.pool, [KVGroup("full", (0,), KVFormat("bfloat16", 16, 2, 8))], cells)
+        told.requests = [
+            RequestInfo(
+                name,
+                "running",
+                5,
+                3,
+                10,
+                8,
+                2,
+                0,
+                time.time() - 1.5,
+                *(([*b"ask"], [*b"say"]) if tokens else ()),
+            )
+            for name in sorted(self.live)[:requests]
+        ]
+        return told
 
     async def start_profile(self) -> None:
         if self.profiles:

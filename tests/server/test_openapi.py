@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server.endpoints import OPERATIONS, PROFILING
+from octavo.server.endpoints import OPERATIONS, PAGE, PROFILING
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_chat import events
@@ -123,6 +123,9 @@ CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/version", None),
     ("GET", "/metrics", None),
     ("GET", "/openapi.json", None),
+    ("GET", "/", None),
+    ("GET", "/server_info.json", None),
+    ("GET", "/server_state.json", None),
     ("POST", "/start_profile", None),
     ("POST", "/stop_profile", None),
 ]
@@ -134,6 +137,7 @@ def server() -> Iterator[Running]:
     engine.replies = {"Tools?": REPLY}
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     with running(engine, enable_auto_tool_choice=True, **settings) as server:
+        server.engine.live.add("under way")  # what /server_state.json lists
         yield server
 
 
@@ -165,7 +169,7 @@ def told(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
 
 def test_every_route_is_described_and_called(document: dict[str, Any]) -> None:
     described = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
-    assert described == {(o.method, o.path) for o in OPERATIONS + PROFILING}
+    assert described == {(o.method, o.path) for o in OPERATIONS + PAGE + PROFILING if not o.hidden}
     assert described == {(method, template(path)) for method, path, _ in CALLS}
     assert document["openapi"].startswith("3.1")
 
