@@ -29,7 +29,7 @@ class ServerConfig:
     api_key: list[str] | None = setting(
         None,
         f"Keys of which clients must send one as `Authorization: Bearer KEY`; {API_KEY_VARIABLE} adds one. "
-        "/health and /ping stay open.",
+        "/health, /ping and the page without its figures stay open.",
         secret=True,
     )
     allowed_origins: list[str] | None = setting(

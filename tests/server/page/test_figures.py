@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.server.metrics.families import Namer, ValueHistogram
 from octavo.server.page.state import values
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
@@ -40,12 +41,12 @@ def test_values_are_those_of_the_metrics() -> None:
             server.post(TEXTS, {"prompt": "a" * length, "max_tokens": length, "n": 2})
         told = state(server)
         metrics = {name.partition(":")[2]: value for name, value in samples(
-            server.client.get("/metrics").text).items() if "_created" not in name}  # fmt: skip
+            server.client.get("/metrics").text).items() if not name.startswith("process_")}  # fmt: skip
         plain = {name: value for name, value in told["metrics"].items() if "{" not in name}
         counted = {f"{name}_sum": h["sum"] for name, h in told["histograms"].items()}
         counted |= {f"{name}_count": sum(h["counts"]) for name, h in told["histograms"].items()}
         assert counted["time_to_first_token_seconds_count"] == 3
-        missing = {"weights_info", "memory_bytes"}  # have labels of their own
+        missing = {"weights_info", "memory_bytes", "cache_config_info"}  # have labels of their own
         assert (plain | counted) == {
             name: value for name, value in metrics.items() if "/" not in name and name not in missing
         }
@@ -54,15 +55,11 @@ def test_values_are_those_of_the_metrics() -> None:
 
 
 def test_histograms_are_counted_by_bucket() -> None:
-    from octavo.server.metrics import Metrics
-    from tests.server.fakes import CoreStats
-
-    metrics = Metrics(CoreStats, "m", 100)
+    histogram = ValueHistogram("time_seconds", "A time.", (0.001, 0.005, 1.0))
     for seconds in (0.0005, 0.001, 0.0011, 5000.0):
-        metrics.ttft.observe(seconds)
-    found = values(metrics.collect())[1]["time_to_first_token_seconds"]
-    assert found.counts[:3] == [2, 1, 0] and found.counts[-1] == 1 and sum(found.counts) == 4
-    assert len(found.counts) == len(found.bounds) + 1 and found.bounds[:2] == [0.001, 0.005]
+        histogram.observe(seconds)
+    found = values([histogram.family(Namer("p", ("m", "0")))])[1]["time_seconds"]
+    assert found.bounds == [0.001, 0.005, 1.0] and found.counts == [2, 1, 0, 1]
     assert found.sum == pytest.approx(5000.0026)
 
 
