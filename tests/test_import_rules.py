@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # Where the name that is imported and the distribution's differ.
 DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "huggingface_hub": "huggingface-hub"}
 # Used where it is installed, and only there: GPU kernels come with PyTorch's CUDA build.
-OPTIONAL = {"triton", "transformers"}
+OPTIONAL = {"triton", "transformers", "opentelemetry"}
 
 
 def test_import_contracts(capfd):

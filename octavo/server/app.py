@@ -16,6 +16,7 @@ from octavo.server.errors import ApiError, as_api_error
 from octavo.server.parsing import decode_body, read_body
 from octavo.server.service import Service
 from octavo.server.streaming import EventStream, run_while_connected
+from octavo.server.tracing import with_trace_headers
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -43,7 +44,9 @@ def build_app(service: Service) -> ASGIApp:
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
-    return app
+    if service.tracer is not None:
+        app = with_trace_headers(app)
+    return service.metrics.http.counting(app, paths)
 
 
 class _Refusal:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from octavo.config import setting, validate
 from octavo.errors import ConfigError
+from octavo.server.otlp import check_endpoint
 from octavo.server.reasoning import REASONING_FORMATS
 from octavo.server.tools.registry import TOOL_PARSERS
 
@@ -86,6 +87,11 @@ class ServerConfig:
         "Show on the page the last words of what running requests ask and are answered: whoever may open its "
         "figures then reads everybody's texts.",
     )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "Address of an OTLP/HTTP receiver, such as http://127.0.0.1:4318/v1/traces, that gets a span per "
+        "request. Needs `pip install 'octavo[otel]'`.",
+    )
     access_log: bool = setting(False, "Log a line per request.")
     ssl_keyfile: str | None = setting(None, "Private key file, to serve HTTPS.")
     ssl_certfile: str | None = setting(None, "Certificate file, to serve HTTPS.")
@@ -99,6 +105,9 @@ class ServerConfig:
             )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice needs a tool_call_parser: name the model's")
+
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)  # before a model is loaded
 
     def all_api_keys(self) -> list[str]:
         """Keys from the settings and the environment."""

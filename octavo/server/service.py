@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
-from octavo.errors import RequestError
 from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
@@ -17,10 +16,12 @@ from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
-from octavo.server.metrics import Metrics, cache_labels
+from octavo.server.metrics import Metrics, RequestRecord, cache_labels
+from octavo.server.otlp import check_endpoint
 from octavo.server.page.cache import Cached
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
+from octavo.server.tracing import RequestTrace, RequestTracer
 from octavo.tokenization.chat_template import load_chat_template
 
 ResultBatch = list[tuple[int, RequestOutput]]
@@ -115,6 +116,8 @@ class Service:
             cache=cache_labels(engine.config),
         )
         self.responses = ResponseStore(config.response_store_bytes)
+        endpoint = config.otlp_traces_endpoint
+        self.tracer = RequestTracer(check_endpoint(endpoint), self.names[0]) if endpoint else None
         self.jobs: set[asyncio.Task[None]] = set()
         self.expired: set[asyncio.Task[None]] = set()
         self.draining = False
@@ -191,17 +194,22 @@ class Service:
         priority: int,
         cache_salt: str | None,
     ) -> AsyncGenerator[ResultBatch, None]:
-        record = self.metrics.start(params)
+        watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
+        if self.tracer is not None:
+            watchers.append(self.tracer.start(request_id, params))
         stream = self.engine.generate(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
         try:
             async for out in stream:
-                record.observe(out)
+                for watcher in watchers:
+                    watcher.observe(out)
                 yield [(index, out)]
         except Exception as error:
-            record.fail(refused=isinstance(error, RequestError))
+            for watcher in watchers:
+                watcher.fail(error)
             raise
         finally:
-            record.close()
+            for watcher in watchers:
+                watcher.close()
             await stream.aclose()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +24,7 @@ def samples(text: str) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            assert "model_name" in sample.labels or sample.name.startswith("process_")
+            assert "model_name" in sample.labels or sample.name.startswith(("process_", "http_"))
             reason = sample.labels.get("finished_reason")
             if "le" not in sample.labels:
                 found[sample.name + (f"/{reason}" if reason else "")] = sample.value
@@ -164,3 +165,38 @@ def test_speculation_is_told_once_there_is_some() -> None:
 def test_a_prefix_that_makes_no_name_is_refused(prefix: str) -> None:
     with pytest.raises(ConfigError, match="metrics_prefix=.* is no beginning"):
         ServerConfig(metrics_prefix=prefix)
+
+
+def test_http_requests_are_counted_by_path_method_and_answer() -> None:
+    with running(FakeEngine(delay=0.01)) as server:
+        body = {"prompt": "abc", "max_tokens": 2}
+        for _ in range(3):
+            server.post("/v1/completions", body)
+        server.post("/v1/completions", body | {"stream": True})
+        server.post("/v1/completions", {"prompt": [-1]})
+        server.client.get("/v1/models/some/model")
+        server.client.get("/v1/models/other")
+        for path in ("/nothing", "/v1/nothing", "/v1/completions"):
+            server.client.get(path)
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/v1/completions", body | {"max_tokens": 100}, timeout=0.2)
+        for _ in range(100):
+            if not server.engine.live:
+                break
+            time.sleep(0.01)
+        text = server.client.get("/metrics").text
+    counts = {
+        tuple(s.labels[name] for name in ("handler", "method", "status")): s.value
+        for f in text_string_to_metric_families(text)
+        for s in f.samples
+        if s.name == "http_requests_total"
+    }
+    assert counts == {
+        ("/v1/completions", "POST", "2xx"): 4,
+        ("/v1/completions", "POST", "4xx"): 1,
+        ("/v1/completions", "POST", "none"): 1,
+        ("/v1/completions", "GET", "4xx"): 1,
+        ("/v1/models/{model}", "GET", "2xx"): 1,
+        ("/v1/models/{model}", "GET", "4xx"): 1,
+        ("none", "GET", "4xx"): 2,
+    }

@@ -17,6 +17,7 @@ from octavo.messages import CoreStats
 from octavo.sampling_params import SamplingParams
 from octavo.server.metrics.core import CoreMetrics
 from octavo.server.metrics.families import Namer
+from octavo.server.metrics.http import HttpRequests
 from octavo.server.metrics.requests import RequestHistograms, RequestRecord
 
 __all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord", "cache_labels"]
@@ -41,7 +42,11 @@ def cache_labels(config: EngineConfig) -> dict[str, str]:
 
 
 class Metrics(Collector):
-    """All metrics of one server, in a registry of their own, with those of its process."""
+    """All metrics of one server, in a registry of their own, with those of its process.
+
+    Attributes:
+        http: counts the requests of the application that it is put around.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Metrics(Collector):
         self._namer = Namer(prefix, (model_name, "0"))
         self._core = CoreMetrics(stats, self._namer, memory or {}, weights, cache or {})
         self._requests = RequestHistograms(max_model_len)
+        self.http = HttpRequests()
         self._engine_up = True
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -82,6 +88,7 @@ class Metrics(Collector):
         """All of them now."""
         yield from self._core.collect(self._engine_up)
         yield from self._requests.collect(self._namer)
+        yield from self.http.collect()
 
     def render(self, engine_up: bool = True) -> bytes:
         """Everything in Prometheus's text format.

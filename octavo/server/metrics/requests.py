@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
+from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.metrics.families import (
@@ -112,15 +113,12 @@ class RequestRecord:
         told = out.metrics.first_token_time - out.metrics.arrival_time
         return told if out.finished and told > 0 else now - self._arrival
 
-    def fail(self, refused: bool) -> None:
-        """The request ends with an error.
-
-        Args:
-            refused: the engine found it wrong. If that was before any token, it never ran: nothing counts.
-        """
+    def fail(self, error: Exception) -> None:
+        """The request ends with an error. One that the engine found wrong before any token never ran, and
+        counts nowhere."""
         if not self._closed:
             self._closed = True
-            if not (refused and not self._last):
+            if self._last or not isinstance(error, RequestError):
                 self._metrics.finished["error"] += self._unfinished
 
     def close(self) -> None:
