@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from octavo.pooling_params import PoolingParams
+    from octavo.quantization.compress.modifiers import QuantizationModifier
+    from octavo.quantization.compress.oneshot import oneshot
     from octavo.sampling_params import RequestOutputKind, SamplingParams
     from octavo.structured_outputs import StructuredOutputsParams
 
@@ -31,11 +33,13 @@ _HOME = {
     "ModelError": "octavo.errors",
     "OctavoError": "octavo.errors",
     "PoolingParams": "octavo.pooling_params",
+    "QuantizationModifier": "octavo.quantization.compress.modifiers",
     "RequestError": "octavo.errors",
     "RequestOutput": "octavo.outputs",
     "RequestOutputKind": "octavo.sampling_params",
     "SamplingParams": "octavo.sampling_params",
     "StructuredOutputsParams": "octavo.structured_outputs",
+    "oneshot": "octavo.quantization.compress.oneshot",
 }
 
 __all__ = [
@@ -49,12 +53,14 @@ __all__ = [
     "ModelError",
     "OctavoError",
     "PoolingParams",
+    "QuantizationModifier",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
+    "oneshot",
 ]
 
 

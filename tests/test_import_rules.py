@@ -13,7 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Where the name that is imported and the distribution's differ.
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "huggingface_hub": "huggingface-hub"}
+DISTRIBUTIONS = {
+    "prometheus_client": "prometheus-client",
+    "huggingface_hub": "huggingface-hub",
+    "yaml": "pyyaml",
+}
 # Used where it is installed, and only there: GPU kernels come with PyTorch's CUDA build.
 OPTIONAL = {"triton", "transformers", "opentelemetry"}
 

@@ -26,7 +26,7 @@ from typing import NoReturn, Protocol, cast
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.version import __version__
 
-COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "eval", "plan", "pull", "env")
+COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "eval", "quantize", "plan", "pull", "env")
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
 

@@ -88,10 +88,18 @@ def changed(
     return folder
 
 
-@functools.cache
-def source_model(wide: bool = False) -> Any:
-    """Transformers' model of whose weights the fixtures of compressed-tensors were made, in bfloat16: `llama`
-    of tools/make_quantized_fixtures.py."""
+def source_folder(wide: bool = False) -> Path:
+    """A checkpoint of the weights of which the fixtures of compressed-tensors were made, bfloat16."""
+    return _source_folder(wide)
+
+
+def source_weights(wide: bool = False) -> dict[str, torch.Tensor]:
+    """Its tensors by name."""
+    return load_file(source_folder(wide) / "model.safetensors")
+
+
+def _source_model(wide: bool) -> Any:
+    """Transformers' own: `llama` of tools/make_quantized_fixtures.py."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -116,15 +124,8 @@ def source_model(wide: bool = False) -> Any:
 
 
 @functools.cache
-def source_folder(wide: bool = False) -> Path:
-    """Its checkpoint."""
+def _source_folder(wide: bool) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="octavo-unquantized-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    source_model(wide).save_pretrained(folder)
+    _source_model(wide).save_pretrained(folder)
     return folder
-
-
-@functools.cache
-def source_weights(wide: bool = False) -> dict[str, torch.Tensor]:
-    """Its tensors by name."""
-    return load_file(source_folder(wide) / "model.safetensors")

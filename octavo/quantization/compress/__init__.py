@@ -1,0 +1,1 @@
+"""Quantized checkpoints by recipe: `octavo quantize` and `oneshot`."""
