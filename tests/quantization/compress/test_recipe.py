@@ -74,9 +74,8 @@ def test_groups_of_layers() -> None:
         ("qant_stge:\n  x: 1\n", "recipe: 'qant_stge' is not known: did you mean default_stage?"),
         ("a: [\n", "recipe: no YAML"),
         ("- 1\n- 2\n", "recipe: no mapping"),
-        ("QuantizationModifier:\n", "QuantizationModifier has no settings")(
-            "QuantizationModifier:\n  ignore: 3\n", "ignore=3 is no name or list of names"
-        ),
+        ("QuantizationModifier:\n", "QuantizationModifier has no settings"),
+        ("QuantizationModifier:\n  ignore: 3\n", "ignore=3 is no name or list of names"),
         (
             "QuantizationModifier:\n  targets: Linear\n",
             "QuantizationModifier has no scheme: choose FP8_DYNAMIC",
