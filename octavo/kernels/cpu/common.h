@@ -9,6 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
 #define OCTAVO_API extern "C" __attribute__((visibility("default")))
 
 namespace octavo {
@@ -48,11 +52,34 @@ inline vf load(const float* p) {
     return v;
 }
 inline vf load(const bf16* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)  // one instruction, for which GCC 12 takes seven
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     vh h;
     std::memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+// Of `put` and `rounded_to` below, the same for vectors.
+inline vu bf16_bits(vf x) {  // in the upper halves
+    const vu bits = (vu)x, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return (x != x ? bits | 0x400000u : rounded) & 0xffff0000u;
+}
+inline void store(bf16* p, vf v) {
+    const vu bits = bf16_bits(v) >> 16;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)bits));
+#else
+    const vh h = __builtin_convertvector(bits, vh);
+    std::memcpy(p, &h, sizeof h);
+#endif
+}
+template <class T>
+inline vf rounded_to(vf x) {
+    if constexpr (sizeof(T) == sizeof(float)) return x;
+    return (vf)bf16_bits(x);
+}
 inline vf splat(float x) { return vf{} + x; }
 inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 

@@ -6,7 +6,7 @@
 // holds columns 4j .. 4j+3 of the panel's rows, 4 bytes each, which is what the processor's dot products of
 // bytes take and leaves one sum per row. Of a block:
 //
-//   8 bits: 8 vectors of signed bytes;
+//   8 bits: 8 vectors of bytes, signed, or with 128 added where the dot product takes unsigned ones (VNNI);
 //   4 bits: 4 vectors, vector i with quad i in the low and quad i + 4 in the high half of each byte;
 //   5 bits: the lower 4 bits so, then a vector whose bit j is the fifth of quad j;
 //   6 bits: the lower 4 bits so, then two vectors, vector h with bits 2i, 2i+1 for quad 4h + i;
@@ -43,10 +43,17 @@ namespace octavo {
 constexpr int BLOCK = 32, QUADS = 8;
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define OCTAVO_VNNI 1
 constexpr int LANES = 16;
 #else
+#if defined(__AVXVNNI__) || defined(OCTAVO_IMITATE_VNNI)  // the latter for tests on a machine without
+#define OCTAVO_VNNI 1
+#else
+#define OCTAVO_VNNI 0
+#endif
 constexpr int LANES = 8;
 #endif
+constexpr uint8_t SIGN = OCTAVO_VNNI ? 128 : 0;  // that a byte of 8 bits is stored with, by exclusive or
 constexpr int VECTOR = 4 * LANES;  // bytes
 
 template <int BITS, int GROUP, bool MINIMUM>

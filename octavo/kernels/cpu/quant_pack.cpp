@@ -22,7 +22,7 @@ template <class F>
 inline void put_bits(uint8_t* block, int lane, int column, uint8_t q) {
     const int quad = column / 4, at = lane * 4 + column % 4;
     if (F::bits == 8) {
-        block[quad * VECTOR + at] = q;
+        block[quad * VECTOR + at] = q ^ SIGN;
         return;
     }
     block[quad % 4 * VECTOR + at] |= uint8_t((q & 15) << (quad / 4 * 4));
@@ -33,7 +33,7 @@ inline void put_bits(uint8_t* block, int lane, int column, uint8_t q) {
 template <class F>
 inline int32_t get_bits(const uint8_t* block, int lane, int column) {
     const int quad = column / 4, at = lane * 4 + column % 4;
-    if (F::bits == 8) return int8_t(block[quad * VECTOR + at]);
+    if (F::bits == 8) return int8_t(block[quad * VECTOR + at] ^ SIGN);
     int32_t q = block[quad % 4 * VECTOR + at] >> (quad / 4 * 4) & 15;
     if (F::bits == 5) q |= (block[4 * VECTOR + at] >> quad & 1) << 4;
     if (F::bits == 6) q |= (block[(4 + quad / 4) * VECTOR + at] >> (2 * (quad % 4)) & 3) << 4;
