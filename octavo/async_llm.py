@@ -7,8 +7,8 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncGenerator
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Generic, TypeVar, cast
 
 from octavo.config import EngineConfig, make_config
 from octavo.engine.client import CoreClient, ProcessClient
@@ -16,7 +16,7 @@ from octavo.engine.embedding_input import EmbeddingInput
 from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import ConfigError, EngineAsleepError, EngineDeadError, RequestError, RequestFailedError
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -27,8 +27,11 @@ from octavo.messages import (
     ModelFacts,
     ProfileStatus,
     ResetPrefixCache,
+    Sleep,
+    SleepStatus,
     StartProfile,
     StopProfile,
+    WakeUp,
 )
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
@@ -37,7 +40,39 @@ from octavo.sampling_params import SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer
 
 _Item = RequestOutput | EmbeddingRequestOutput | Exception
+_Answer = TypeVar("_Answer")
 _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
+
+
+class _Question(Generic[_Answer]):
+    """A kind of message that the core answers: one at a time, on the event loop."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[_Answer | EngineDeadError] = asyncio.Queue()
+        self._turn = asyncio.Lock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is due."""
+        return self._turn.locked()
+
+    async def ask(self, send: Callable[[], None]) -> _Answer:
+        """Send the message and wait for its answer.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+
+        async def ask() -> _Answer:
+            async with self._turn:
+                send()
+                answer = await self.answers.get()
+            if isinstance(answer, EngineDeadError):
+                raise answer
+            return answer
+
+        # A caller that goes away must not leave the answer for the next one.
+        return await asyncio.shield(ask())
 
 
 class AsyncLLM:
@@ -67,10 +102,10 @@ class AsyncLLM:
         )
         self._lock = threading.Lock()  # guards _outputs, _queues and _stats
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
-        self._profiles: asyncio.Queue[ProfileStatus | EngineDeadError] = asyncio.Queue()
-        self._profiling = asyncio.Lock()  # one profile's message at a time
-        self._kv_maps: asyncio.Queue[KVMap | EngineDeadError] = asyncio.Queue()
-        self._mapping = asyncio.Lock()  # one map's message at a time
+        self._profiles: _Question[ProfileStatus] = _Question()
+        self._kv_maps: _Question[KVMap] = _Question()
+        self._sleeps: _Question[SleepStatus] = _Question()
+        self._asleep = False  # or about to be
         self._stats = CoreStats()
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
@@ -169,8 +204,10 @@ class AsyncLLM:
         Raises (later):
             RequestFailedError: a step failed.
             EngineDeadError: the engine has ended.
+            EngineAsleepError: the engine sleeps.
         """
         await self.check_health()
+        self._check_awake()
         prepare = functools.partial(
             self._processor.prepare,
             prompt,
@@ -212,8 +249,10 @@ class AsyncLLM:
             RequestError: the model makes texts, the request is wrong, or its id is in use.
             RequestFailedError: a step failed.
             EngineDeadError: the engine has ended.
+            EngineAsleepError: the engine sleeps.
         """
         await self.check_health()
+        self._check_awake()
         prepare = functools.partial(
             self._embedding_input.prepare,
             prompt,
@@ -263,19 +302,10 @@ class AsyncLLM:
 
     async def _profile(self, message: StartProfile | StopProfile) -> ProfileStatus:
         await self.check_health()
-
-        async def ask() -> ProfileStatus:
-            async with self._profiling:
-                self._client.send(message)
-                status = await self._profiles.get()
-            if isinstance(status, EngineDeadError):
-                raise status
-            if status.error is not None:
-                raise RequestError(status.error)
-            return status
-
-        # A caller that goes away must not leave the answer for the next one.
-        return await asyncio.shield(ask())
+        status = await self._profiles.ask(lambda: self._client.send(message))
+        if status.error is not None:
+            raise RequestError(status.error)
+        return status
 
     async def describe_kv(self, cells: int, requests: int = 0, tokens: int = 0) -> KVMap:
         """What the blocks of the KV pool are at the end of a step, in at most `cells` cells.
@@ -288,22 +318,72 @@ class AsyncLLM:
             EngineDeadError: the engine has ended.
         """
         await self.check_health()
+        return await self._kv_maps.ask(lambda: self._client.send(DescribeKV(cells, requests, tokens)))
 
-        async def ask() -> KVMap:
-            async with self._mapping:
-                self._client.send(DescribeKV(cells, requests, tokens))
-                told = await self._kv_maps.get()
-            if isinstance(told, EngineDeadError):
-                raise told
-            return told
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, or is about to: requests are refused until `wake_up`."""
+        return self._asleep
 
-        # A caller that goes away must not leave the answer for the next one.
-        return await asyncio.shield(ask())
+    async def sleep(self, level: int = 1, mode: str = "wait") -> SleepStatus:
+        """Refuse new requests, end those under way, give memory back. What is cached is forgotten.
+
+        Args:
+            level: 1 gives back the KV cache and a GPU's weights, which host memory keeps; 2 all weights,
+                which `wake_up` reads from the checkpoint again.
+            mode: "wait" lets requests under way finish, "abort" ends them.
+
+        Raises:
+            RequestError: the engine sleeps already, or cannot; nothing has changed.
+            EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
+        if mode not in ("wait", "abort"):
+            raise RequestError(f"mode={mode!r} is not valid: give wait or abort", "mode")
+        if self._asleep:
+            raise RequestError("the engine sleeps already, or is about to: wake it up first")
+        self._asleep, done = True, False
+        try:
+            if mode == "abort":
+                for request_id in list(self._queues):
+                    await self.abort(request_id)
+            while self._queues and self._dead is None:
+                await asyncio.sleep(0.01)
+            await self.check_health()
+            status = await self._sleeps.ask(lambda: self._client.send(Sleep(level)))
+            if status.error is not None:
+                raise RequestError(status.error)
+            done = True
+        finally:
+            # A caller that went away while the engine went to sleep leaves it so.
+            self._asleep = done or self._sleeps.waiting
+        return status
+
+    async def wake_up(self) -> SleepStatus:
+        """Take the memory again and serve requests.
+
+        Raises:
+            RequestError: the engine is awake.
+            RequestFailedError: it cannot wake up, and sleeps on; one line says why.
+            EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
+        if not self._asleep:
+            raise RequestError("the engine is awake")
+        status = await self._sleeps.ask(lambda: self._client.send(WakeUp()))
+        self._asleep = status.level > 0
+        if status.error is not None:
+            raise RequestFailedError(status.error)
+        return status
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
         if self._dead is not None:
             raise self._dead
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise EngineAsleepError("the engine sleeps: wake it up first (POST /wake_up)")
 
     def stats(self) -> CoreStats:
         """The core's latest gauges and counters."""
@@ -326,6 +406,7 @@ class AsyncLLM:
         return self._processor.pooling is not None
 
     def _start(self, prepared: PreparedRequest | PreparedEmbedding) -> asyncio.Queue[_Item]:
+        self._check_awake()
         items: asyncio.Queue[_Item] = asyncio.Queue()
         with self._lock:
             if prepared.request_id in self._outputs:
@@ -371,6 +452,8 @@ class AsyncLLM:
             self._tell(self._profiles, news.profile)
         if news.kv_map is not None:
             self._tell(self._kv_maps, news.kv_map)
+        if news.sleep is not None:
+            self._tell(self._sleeps, news.sleep)
 
     def _on_death(self, error: EngineDeadError) -> None:
         with self._lock:
@@ -379,11 +462,12 @@ class AsyncLLM:
         self._hand_over([(items, error) for items in waiting])
         self._tell(self._profiles, error)
         self._tell(self._kv_maps, error)
+        self._tell(self._sleeps, error)
 
-    def _tell(self, answers: asyncio.Queue[Any], answer: object) -> None:
+    def _tell(self, question: _Question[Any], answer: object) -> None:
         """Hand an answer to whoever waits for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(answers.put_nowait, answer)
+            self._loop.call_soon_threadsafe(question.answers.put_nowait, answer)
 
     def _hand_over(self, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""

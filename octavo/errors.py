@@ -28,5 +28,9 @@ class EngineDeadError(OctavoError):
     """The engine core has stopped; requests in flight cannot be finished."""
 
 
+class EngineAsleepError(OctavoError):
+    """The engine sleeps; it takes requests again once it is woken up."""
+
+
 class RequestFailedError(OctavoError):
     """A request was accepted but could not be finished (a step failed); others are unaffected."""

@@ -18,7 +18,13 @@ from octavo.engine.embedding_input import EmbeddingInput
 from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.errors import (
+    EngineAsleepError,
+    EngineDeadError,
+    OctavoError,
+    RequestError,
+    RequestFailedError,
+)
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -27,8 +33,12 @@ from octavo.messages import (
     ModelFacts,
     ProfileStatus,
     ResetPrefixCache,
+    Sleep,
+    SleepStatus,
     StartProfile,
     StopProfile,
+    ToCore,
+    WakeUp,
 )
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -85,6 +95,7 @@ class LLM:
         )
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
         self._names = iter(range(1 << 62))
+        self._asleep = False
         self._lock = threading.Lock()  # one call at a time
         self._holder: int | None = None  # the thread whose call it is
 
@@ -321,6 +332,39 @@ class LLM:
         """Forget all cached blocks."""
         self._client.send(ResetPrefixCache())
 
+    def sleep(self, level: int = 1) -> SleepStatus:
+        """Give memory back until `wake_up`; what is cached is forgotten.
+
+        Args:
+            level: 1 gives back the KV cache and a GPU's weights, which host memory keeps; 2 all weights,
+                which `wake_up` reads from the checkpoint again.
+
+        Raises:
+            RequestError: it sleeps already, or cannot.
+            EngineDeadError: the engine has ended.
+        """
+        status = cast("SleepStatus", self._ask(Sleep(level), "sleep"))
+        if status.error is not None:
+            raise RequestError(status.error)
+        self._asleep = True
+        return status
+
+    def wake_up(self) -> SleepStatus:
+        """Take the memory again.
+
+        Raises:
+            RequestError: it is awake.
+            RequestFailedError: it cannot wake up, and sleeps on.
+            EngineDeadError: the engine has ended.
+        """
+        if not self._asleep:
+            raise RequestError("the engine is awake")
+        status = cast("SleepStatus", self._ask(WakeUp(), "sleep"))
+        if status.error is not None:
+            raise RequestFailedError(status.error)
+        self._asleep = False
+        return status
+
     def start_profile(self) -> None:
         """Record the next steps, at most `profiler_max_iterations`, for a trace in `torch_profiler_dir`.
 
@@ -368,6 +412,13 @@ class LLM:
 
     def _profile(self, message: StartProfile | StopProfile) -> ProfileStatus:
         """Send a profile's message and wait for its answer."""
+        status = cast("ProfileStatus", self._ask(message, "profile"))
+        if status.error is not None:
+            raise RequestError(status.error)
+        return status
+
+    def _ask(self, message: ToCore, answer: str) -> Any:
+        """Send a message and wait for news with its answer."""
         with self._turn():
             if not self._close.alive:
                 raise EngineDeadError("this LLM is closed: make a new one")
@@ -377,16 +428,15 @@ class LLM:
                 if isinstance(news, EngineDeadError):
                     raise news
                 self._stats = news.stats
-                if news.profile is not None:
-                    break
-        if news.profile.error is not None:
-            raise RequestError(news.profile.error)
-        return news.profile
+                if (found := getattr(news, answer)) is not None:
+                    return found
 
     def _run(self, prepared: Sequence[PreparedRequest | PreparedEmbedding]) -> Generator[Any, None, None]:
         """Start requests and yield their outputs until all have finished; whatever is left is aborted."""
         if not self._close.alive:
             raise EngineDeadError("this LLM is closed: make a new one")
+        if self._asleep:
+            raise EngineAsleepError("the engine sleeps: call wake_up first")
         failure: OctavoError | None = None
         try:
             for request in prepared:

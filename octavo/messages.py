@@ -261,14 +261,31 @@ class KVMap(msgspec.Struct):
     requests: list[RequestInfo] = []
 
 
+class SleepStatus(msgspec.Struct, omit_defaults=True):
+    """Answer to `Sleep` and `WakeUp`.
+
+    Attributes:
+        level: at which the engine sleeps now; 0: it is awake.
+        freed_bytes: memory that was given back.
+        seconds: what it took.
+        error: why nothing was done, in one line.
+    """
+
+    level: int = 0
+    freed_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
 class CoreOutputs(msgspec.Struct, tag="outputs", omit_defaults=True):
     """Everything a step (or a batch of them) has to report; `profile` answers a profile's message, `kv_map`
-    a `DescribeKV`."""
+    a `DescribeKV`, `sleep` a `Sleep` or `WakeUp`."""
 
     outputs: list[CoreOutput]
     stats: CoreStats
     profile: ProfileStatus | None = None
     kv_map: KVMap | None = None
+    sleep: SleepStatus | None = None
 
 
 @dataclass
@@ -486,11 +503,31 @@ class DescribeKV(msgspec.Struct, tag="describe_kv"):
     tokens: int = 0
 
 
+class Sleep(msgspec.Struct, tag="sleep"):
+    """Front end to core: give memory back (level 1: the weights stay in host memory; 2: they go too)."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, tag="wake_up"):
+    """Front end to core: take the memory again."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Front end to core: free everything and return."""
 
 
-ToCore = AddRequests | AbortRequests | ResetPrefixCache | StartProfile | StopProfile | DescribeKV | Shutdown
+ToCore = (
+    AddRequests
+    | AbortRequests
+    | ResetPrefixCache
+    | StartProfile
+    | StopProfile
+    | DescribeKV
+    | Sleep
+    | WakeUp
+    | Shutdown
+)
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -118,11 +118,11 @@ def test_monitoring_page_names_every_metric():
 
 
 def test_server_page_names_every_endpoint():
-    from octavo.server.endpoints import KV_DEBUG, OPERATIONS, PAGE, PROFILING
+    from octavo.server.endpoints import DEVELOPMENT, KV_DEBUG, OPERATIONS, PAGE, PROFILING
 
     page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     endpoints = set(re.findall(r"`((?:GET|POST|DELETE) /[^`]*)`", page))
-    operations = OPERATIONS + PAGE + PROFILING + KV_DEBUG
+    operations = OPERATIONS + PAGE + PROFILING + DEVELOPMENT + KV_DEBUG
     shown = [operation for operation in operations if not operation.hidden]
     assert endpoints == {f"{operation.method} {operation.path}" for operation in shown}
 

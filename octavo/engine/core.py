@@ -218,6 +218,18 @@ class EngineCore:
         """Forget all cached blocks (those in use stay with their requests)."""
         self.kv.reset_cache()
 
+    def sleep(self, level: int) -> int:
+        """Give memory back while no request is under way; see `Executor.sleep`.
+
+        Raises:
+            RequestError: it cannot be done with these settings.
+        """
+        while self.has_work:  # steps of requests that have ended
+            self.step()
+        freed = self.executor.sleep(level)
+        self.reset_prefix_cache()
+        return freed
+
     def stats(self) -> CoreStats:
         """Gauges and counters now."""
         stats, pool = self.scheduler.current_stats(), self.kv.pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.errors import RequestError
 from octavo.kv.tiers import BlockStore
 from octavo.messages import ModelFacts, StepPlan, StepResult, TokenMasks
 
@@ -37,6 +38,23 @@ class Executor(ABC):
         """Device memory that recorded steps hold now."""
         return 0
 
+    def sleep(self, level: int) -> int:
+        """Give memory back while no step runs: the KV cache, and the weights (level 1: those of devices, into
+        host memory; level 2: all). Returns the bytes that were freed.
+
+        Raises:
+            RequestError: it cannot be done with these settings.
+        """
+        raise RequestError("this engine cannot sleep")
+
+    def wake_up(self) -> None:
+        """Take the memory again; the KV cache is empty then. May be called again if it fails.
+
+        Raises:
+            OctavoError, RuntimeError: there is too little memory, or the checkpoint cannot be read.
+        """
+        raise RequestError("this engine cannot sleep")
+
     @abstractmethod
     def close(self) -> None:
         """Free devices and memory."""
@@ -66,6 +84,12 @@ class UniprocExecutor(Executor):
     @property
     def graph_bytes(self) -> int:
         return self._worker.graph_bytes
+
+    def sleep(self, level: int) -> int:
+        return self._worker.sleep(level)
+
+    def wake_up(self) -> None:
+        self._worker.wake_up()
 
     def close(self) -> None:
         self._close_compiler()

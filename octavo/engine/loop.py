@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.core import EngineCore
 from octavo.engine.profiling import Profiling
+from octavo.engine.sleeping import Sleeping
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -19,9 +20,11 @@ from octavo.messages import (
     DescribeKV,
     ResetPrefixCache,
     Shutdown,
+    Sleep,
     StartProfile,
     StopProfile,
     ToCore,
+    WakeUp,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
     """
     reported = 0.0
     log = _RateLog(not core.config.disable_log_stats)
-    profiling = Profiling(core)
+    profiling, sleeping = Profiling(core), Sleeping(core)
     if isinstance(core, EngineCore):
         core.grammars.notify = lambda: inbox.put(_GrammarsReady())  # type: ignore[arg-type]
     try:
@@ -100,6 +103,14 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                     outputs += core.admit_compiled()
                 elif isinstance(message, DescribeKV):
                     deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message)))
+                elif isinstance(message, Sleep | WakeUp):
+                    slept = (
+                        sleeping.sleep(message.level) if isinstance(message, Sleep) else sleeping.wake_up()
+                    )
+                    deliver(CoreOutputs(outputs, core.stats(), sleep=slept))
+                    outputs = []
+                elif isinstance(message, AddRequests) and sleeping.level:
+                    outputs += sleeping.refused(message)
                 else:
                     outputs += _handle(core, message)
             if core.has_work:

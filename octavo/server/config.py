@@ -72,6 +72,10 @@ class ServerConfig:
     drain_timeout: float = setting(
         60.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", low=0.0, high=86400.0
     )
+    enable_dev_endpoints: bool = setting(
+        False,
+        "Offer /reset_prefix_cache, /sleep, /wake_up and /is_sleeping: for development, not for the world.",
+    )
     enable_kv_debug: bool = setting(
         False,
         "GET /debug/kv draws the pool of KV blocks as a map, and /debug/kv.json tells it: for development.",

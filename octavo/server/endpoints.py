@@ -17,6 +17,15 @@ from octavo.server.completions import create_completion
 from octavo.server.config import ServerConfig
 from octavo.server.conversation import chat_prompt
 from octavo.server.debug_kv import MOST_CELLS, KVMapResponse, kv_map, kv_page
+from octavo.server.dev import (
+    MODES,
+    IsSleepingResponse,
+    SleepResponse,
+    is_sleeping,
+    reset_prefix_cache,
+    sleep,
+    wake_up,
+)
 from octavo.server.embeddings import create_embeddings
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.metrics import CONTENT_TYPE
@@ -72,7 +81,7 @@ class Operation:
         generates: refused while the server shuts down.
         media_type: of an answer that is text.
         hidden: a part of a page, which the OpenAPI document leaves out.
-        query: whole numbers that the address may carry, and what they mean.
+        query: what the address may carry, and what it means: whole numbers, or words to choose from.
     """
 
     method: str
@@ -87,7 +96,7 @@ class Operation:
     generates: bool = False
     media_type: str = "text/plain"
     hidden: bool = False
-    query: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str | tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
 def json_response(value: msgspec.Struct, status: int = 200) -> Response:
@@ -398,11 +407,37 @@ KV_DEBUG: tuple[Operation, ...] = (
 """For development: only where the settings ask for it."""
 
 
+DEVELOPMENT: tuple[Operation, ...] = (
+    Operation(
+        "POST",
+        "/reset_prefix_cache",
+        "Forget all cached blocks.",
+        reset_prefix_cache,
+        response=StatusResponse,
+    ),
+    Operation(
+        "POST",
+        "/sleep",
+        "Refuse requests and give memory back.",
+        sleep,
+        response=SleepResponse,
+        query={
+            "level": "1 (the default): the KV cache and a GPU's weights; 2: all weights too",
+            "mode": ("what becomes of requests under way: they finish (the default), or end", MODES),
+        },
+    ),
+    Operation("POST", "/wake_up", "Take the memory again.", wake_up, response=SleepResponse),
+    Operation("GET", "/is_sleeping", "Whether the engine sleeps.", is_sleeping, response=IsSleepingResponse),
+)
+"""For development: only where the settings ask for it."""
+
+
 def operations(engine: EngineConfig, server: ServerConfig) -> tuple[Operation, ...]:
     """What a server with these settings offers."""
     profiling = PROFILING if engine.torch_profiler_dir is not None else ()
     page = () if server.disable_page else PAGE
-    return OPERATIONS + page + profiling + (KV_DEBUG if server.enable_kv_debug else ())
+    development = DEVELOPMENT if server.enable_dev_endpoints else ()
+    return OPERATIONS + page + profiling + development + (KV_DEBUG if server.enable_kv_debug else ())
 
 
 def not_found(path: str) -> ApiError:

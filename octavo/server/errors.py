@@ -7,7 +7,7 @@ import logging
 import msgspec
 from starlette.responses import Response
 
-from octavo.errors import EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import EngineAsleepError, EngineDeadError, RequestError, RequestFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ def as_api_error(error: Exception) -> ApiError:
         return bad_request(str(error), error.param)
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"the engine has stopped: {error}; restart the server", code="engine_dead")
+    if isinstance(error, EngineAsleepError):
+        return ApiError(503, str(error), code="engine_asleep")
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error), code="request_failed")
     logger.error("request failed", exc_info=error)

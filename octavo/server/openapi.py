@@ -65,8 +65,10 @@ def _describe(operation: Operation, refs: dict[Any, dict[str, Any]], needs_key: 
     }
     if operation.query:
         described["parameters"] = [
-            {"name": name, "in": "query", "description": text, "schema": {"type": "integer"}}
-            for name, text in operation.query.items()
+            {"name": name, "in": "query", "description": text, "schema": schema}
+            for name, (text, schema) in (
+                (name, _query_schema(value)) for name, value in operation.query.items()
+            )
         ]
     if names := re.findall(r"{(\w+)}", operation.path):
         described["parameters"] = [
@@ -85,6 +87,13 @@ def _describe(operation: Operation, refs: dict[Any, dict[str, Any]], needs_key: 
     if needs_key and not operation.open:
         described["security"] = [{"key": []}]
     return described
+
+
+def _query_schema(value: str | tuple[str, tuple[str, ...]]) -> tuple[str, dict[str, Any]]:
+    """What a value of the address means, and its schema."""
+    if isinstance(value, str):
+        return value, {"type": "integer"}
+    return value[0], {"enum": list(value[1])}
 
 
 def _success(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
-from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus
+from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus, SleepStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -77,6 +77,15 @@ class Engine(Protocol):
     async def stop_profile(self) -> ProfileStatus: ...
 
     async def describe_kv(self, cells: int, requests: int = 0, tokens: int = 0) -> KVMap: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    @property
+    def is_sleeping(self) -> bool: ...
+
+    async def sleep(self, level: int = 1, mode: str = "wait") -> SleepStatus: ...
+
+    async def wake_up(self) -> SleepStatus: ...
 
     async def check_health(self) -> None: ...
 

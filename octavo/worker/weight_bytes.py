@@ -26,16 +26,21 @@ def step_weight_bytes(model: nn.Module) -> int:
 
 def kept_weight_bytes(model: nn.Module) -> Counter[str]:
     """Bytes that the weights hold, by PyTorch's names of their dtypes; shared ones count once."""
+    out: Counter[str] = Counter()
+    for tensor in weight_tensors(model):
+        out[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    return out
+
+
+def weight_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """All tensors that hold weights; of those that begin at the same place the largest."""
     kept: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for _, tensor in _tensors(module):
             place = _place(tensor)
             if place not in kept or tensor.nbytes > kept[place].nbytes:
                 kept[place] = tensor
-    out: Counter[str] = Counter()
-    for tensor in kept.values():
-        out[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
-    return out
+    return list(kept.values())
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kernels.cpu import ops as cpu_kernels
 from octavo.kv.capacity import token_capacity
 from octavo.kv.format import KVGroup
@@ -45,9 +45,10 @@ from octavo.worker.kv_scales import CalibrationTokens, random_tokens, settle_kv_
 from octavo.worker.kv_tiers import KVTiers, Launched, prefill_rate
 from octavo.worker.memory import check_weights_fit, kv_budget, measured_ledger, num_blocks
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.parking import ParkedTensors
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
-from octavo.worker.weight_bytes import step_weight_bytes
+from octavo.worker.weight_bytes import kept_weight_bytes, step_weight_bytes, weight_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Worker:
 
     facts: ModelFacts
     tiers: KVTiers | None = None
+    _parked: ParkedTensors | None = None  # the weights, while a GPU's engine sleeps
     _prefill_rate = 0.0  # tokens per second; measured if there is a host tier
 
     def __init__(self, config: EngineConfig, compiler: KernelCompiler | None = None):
@@ -79,31 +81,16 @@ class Worker:
         source, wanted, build = self._settle(config, device)
         threads = set_threads(config, self.device)
         self._check_size(build)
-        try:
-            self.model = build(device=self.device)
-            weights = iterate_weights(
-                source,
-                self.model_config,
-                load_targets(self.model),
-                config.load_format,
-                DTYPES[self._given_dtype()],
-                self.device,
-                seed=config.seed,
-            )
-            load_weights(self.model, weights)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the weights of {source.name} do not fit on {self.device}: {str(error).splitlines()[0]}"
-            ) from None
+        self._load = partial(self._load_model, source, build)
+        self._load()
         loaded = time.perf_counter()
         if hashing is not None:
             hashing.join()
             if compiler is not None:
                 compiler.wait()
         compiled = time.perf_counter()
-        self.kv_scales = settle_kv_scales(
-            self.model, DTYPES[self.dtype], partial(self._calibration_tokens, source, wanted)
-        )
+        self._calibrate = partial(self._calibration_tokens, source, wanted)
+        self.kv_scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate)
         self.groups: list[KVGroup] = self.model.kv_groups()
         self._size_cache(wanted)
         # The context's length enters only where the rotation depends on it, so that a restart with
@@ -182,6 +169,27 @@ class Worker:
         )
         return source, wanted, build
 
+    def _load_model(self, source: ModelSource, build: Callable[..., CausalLM]) -> None:
+        """Build the model and read its weights."""
+        config = self.config
+        try:
+            model = build(device=self.device)
+            weights = iterate_weights(
+                source,
+                self.model_config,
+                load_targets(model),
+                config.load_format,
+                DTYPES[self._given_dtype()],
+                self.device,
+                seed=config.seed,
+            )
+            load_weights(model, weights)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the weights of {source.name} do not fit on {self.device}: {str(error).splitlines()[0]}"
+            ) from None
+        self.model = model
+
     def _given_dtype(self) -> str:
         """The name of the dtype in which weights that are made (random, or decoded) come."""
         random = self.config.load_format == "dummy"
@@ -236,19 +244,63 @@ class Worker:
                 raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error
             raise
 
+    def sleep(self, level: int) -> int:
+        """Give back the KV cache, and the weights: at level 1 a GPU's, into host memory (on a CPU they are
+        there already, and stay), at level 2 all. Returns the bytes that were freed.
+
+        Raises:
+            RequestError: there is a host tier, whose copies are tied to the cache's memory.
+        """
+        if self.tiers is not None:
+            raise RequestError("an engine with swap_space cannot sleep: start it without")
+        freed = self.facts.num_blocks * page_bytes(self.groups)
+        if level == 1 and self.device.type == "cuda":
+            self._parked = ParkedTensors(weight_tensors(self.model))
+            freed += self._parked.num_bytes
+        del self.runner
+        if level == 2:
+            freed += sum(kept_weight_bytes(self.model).values())
+            del self.model
+        self._give_back()
+        return freed
+
+    def wake_up(self) -> None:
+        """Take the memory again, with an empty KV cache; may be called again if it fails.
+
+        Raises:
+            OctavoError, RuntimeError: too little memory, or a checkpoint that cannot be read any more.
+        """
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        if not hasattr(self, "model"):
+            self._load()
+            scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate)
+            if (scales and scales.digest) != (self.kv_scales and self.kv_scales.digest):
+                del self.model
+                raise ConfigError("the checkpoint is not what it was at the start: start the engine again")
+        if not hasattr(self, "runner"):
+            self.runner = self._make_runner(self.facts.num_blocks, self.facts.max_model_len)
+
+    def _give_back(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @property
     def graph_bytes(self) -> int:
         """Device memory that recorded steps hold now."""
+        if not hasattr(self, "runner"):  # asleep
+            return 0
         return 0 if self.runner.graphs is None else self.runner.graphs.num_bytes
 
     def close(self) -> None:
         """Free model and cache."""
         if self.tiers is not None:
             self.tiers.close()
-        del self.runner, self.model
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        for name in ("runner", "model"):  # not there while asleep
+            self.__dict__.pop(name, None)
+        self._give_back()
 
     # ---- sizes ----------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.input_processor import check_salt
-from octavo.errors import EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import EngineAsleepError, EngineDeadError, RequestError, RequestFailedError
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.map import describe_kv
 from octavo.kv.pool import BlockPool
-from octavo.messages import CoreStats, KVMap, ProfileStatus, RequestInfo, RequestMetrics
+from octavo.messages import CoreStats, KVMap, ProfileStatus, RequestInfo, RequestMetrics, SleepStatus
 from octavo.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -87,6 +87,8 @@ class FakeEngine:
         self.cached: dict[tuple[int, ...], int] = {}
         self.down = False
         self.ends = False
+        self.level = 0  # at which it sleeps
+        self.mode = ""
         self.profiles = 0  # under way
         memory = {"total": 100, "weights": 60, "kv_cache": 30, "free": 10}
         self.facts = types.SimpleNamespace(
@@ -130,6 +132,29 @@ class FakeEngine:
         ]
         return told
 
+    async def reset_prefix_cache(self) -> None:
+        self.cached.clear()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.level > 0
+
+    async def sleep(self, level: int = 1, mode: str = "wait") -> SleepStatus:
+        if self.level:
+            raise RequestError("the engine sleeps already")
+        self.level, self.mode = level, mode
+        return SleepStatus(level, 1000, 0.25)
+
+    async def wake_up(self) -> SleepStatus:
+        if not self.level:
+            raise RequestError("the engine is awake")
+        self.level = 0
+        return SleepStatus()
+
+    def _check_awake(self) -> None:
+        if self.level:
+            raise EngineAsleepError("the engine sleeps: wake it up first (POST /wake_up)")
+
     async def start_profile(self) -> None:
         if self.profiles:
             raise RequestError("a profile is under way already: stop it first")
@@ -154,6 +179,7 @@ class FakeEngine:
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         await self.check_health()
+        self._check_awake()
         self.seen.append((prompt, params, {"id": request_id, "priority": priority, "cache_salt": cache_salt}))
         self._check(prompt, request_id)
         check_salt(cache_salt)
@@ -179,6 +205,7 @@ class FakeEngine:
     ) -> EmbeddingRequestOutput:
         """The first numbers are the prompt's length and first token."""
         await self.check_health()
+        self._check_awake()
         ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
         self._check(ids, request_id)
         await asyncio.sleep(self.delay)

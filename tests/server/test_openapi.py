@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server.endpoints import OPERATIONS, PAGE, PROFILING
+from octavo.server.endpoints import DEVELOPMENT, OPERATIONS, PAGE, PROFILING
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_chat import events
@@ -126,6 +126,10 @@ CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/", None),
     ("GET", "/server_info.json", None),
     ("GET", "/server_state.json", None),
+    ("POST", "/reset_prefix_cache", None),
+    ("POST", "/sleep?level=2&mode=abort", None),
+    ("GET", "/is_sleeping", None),
+    ("POST", "/wake_up", None),
     ("POST", "/start_profile", None),
     ("POST", "/stop_profile", None),
 ]
@@ -136,7 +140,7 @@ def server() -> Iterator[Running]:
     engine = FakeEngine(torch_profiler_dir="traces")
     engine.replies = {"Tools?": REPLY}
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    with running(engine, enable_auto_tool_choice=True, **settings) as server:
+    with running(engine, enable_auto_tool_choice=True, enable_dev_endpoints=True, **settings) as server:
         server.engine.live.add("under way")  # what /server_state.json lists
         yield server
 
@@ -147,6 +151,7 @@ def document(server: Running) -> dict[str, Any]:
 
 
 def template(path: str) -> str:
+    path = path.partition("?")[0]
     if path == STORED:
         return "/v1/responses/{response_id}"
     return "/v1/models/{model}" if path.startswith("/v1/models/") else path
@@ -169,7 +174,8 @@ def told(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
 
 def test_every_route_is_described_and_called(document: dict[str, Any]) -> None:
     described = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
-    assert described == {(o.method, o.path) for o in OPERATIONS + PAGE + PROFILING if not o.hidden}
+    offered = OPERATIONS + PAGE + PROFILING + DEVELOPMENT
+    assert described == {(o.method, o.path) for o in offered if not o.hidden}
     assert described == {(method, template(path)) for method, path, _ in CALLS}
     assert document["openapi"].startswith("3.1")
 
