@@ -14,9 +14,12 @@ import math
 import types
 import typing
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.speculative_config import SpeculativeConfig
 
 
 def setting(
@@ -238,9 +241,15 @@ class EngineConfig:
     tensor_parallel_size: int = setting(1, "Ranks that share each layer.", only=(1,))
     pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
     data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))
-    speculative_config: dict[str, Any] | str | None = setting(None, "Speculative decoding.", only=(None,))
+    speculative_config: dict[str, Any] | str | None = setting(
+        None,
+        "Speculative decoding: a JSON object, or the path of a file of one, such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}; `octavo serve --help-speculative` lists the fields.',
+    )
     speculative_model: str | None = setting(None, "Draft model.", only=(None,))
-    num_speculative_tokens: int | None = setting(None, "Tokens drafted per step.", only=(None,))
+    num_speculative_tokens: int | None = setting(
+        None, "Most tokens drafted for a request and step: the field of speculative_config.", low=1
+    )
     enable_lora: bool = setting(False, "Serve LoRA adapters.", only=(False,))
     generation_config: str = setting(
         "auto",
@@ -285,6 +294,20 @@ class EngineConfig:
                 "attention_backend out"
             )
         self._settle_kv_tiers()
+        _ = self.speculative  # refused here if it is wrong
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """The settings of speculative decoding; None: off.
+
+        Raises:
+            ConfigError: they are wrong.
+        """
+        from octavo.speculative_config import read_speculative_config
+
+        return read_speculative_config(
+            self.speculative_config, self.speculative_model, self.num_speculative_tokens
+        )
 
     def _settle_kv_tiers(self) -> None:
         """One value for swap_space under both its names; a disk tier that can work, or none."""

@@ -139,6 +139,11 @@ class CoreStats(msgspec.Struct):
         resumed_by_copy, resumed_by_compute: preempted requests by how they came back: with blocks copied
             from the host, or with what the device still had and the rest computed.
 
+    Attributes of speculative decoding:
+        spec_drafts: drafts (each of one token or several) that were judged.
+        spec_draft_tokens, spec_accepted_tokens: their tokens, and those that stood.
+        spec_accepted_per_pos: the latter by their place in the draft; empty before the first.
+
     Attributes of memory:
         prefix_cache_evictions: device blocks that lost their key because they were reused.
         graph_bytes: device memory that recorded steps hold.
@@ -369,6 +374,9 @@ class StepPlan:
             has neither asks for news of copies: its result waits until one of those under way is through.
         masked: int32 `[m]`, ascending: requests of the step (indexes into `slots`) whose tokens are drawn
             under a mask, or None. Such a step draws nothing before its `TokenMasks` have come.
+        num_drafts: int32 `[n]`, how many of a request's last rows compute drafts: each of these, and the row
+            before them, yields a token, which stands if all drafts before it do. None: nobody has drafts.
+        draft_tokens: int32 `[sum of num_drafts]`, those of one request after another.
     """
 
     step_id: int
@@ -382,6 +390,8 @@ class StepPlan:
     shared_blocks: int = 0
     copies: list[BlockCopies] = field(default_factory=list)
     masked: np.ndarray | None = None
+    num_drafts: np.ndarray | None = None
+    draft_tokens: np.ndarray | None = None
 
     @property
     def total_rows(self) -> int:
@@ -395,7 +405,8 @@ class TokenMasks:
 
     Attributes:
         rows: int32 `[m]`, ascending: the plan's `masked`.
-        bits: int32 `[m, ceil(vocab_size / 32)]`, bit v % 32 of word v // 32 for token v; one at least is set.
+        bits: int32 `[m', ceil(vocab_size / 32)]`, bit v % 32 of word v // 32 for token v; one at least is set.
+            One mask after another for each row of a request that yields a token: one and one per draft.
     """
 
     rows: np.ndarray

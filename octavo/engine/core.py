@@ -31,6 +31,7 @@ from octavo.messages import (
     StepResult,
     TokenMasks,
 )
+from octavo.speculative.registry import make_host_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,9 @@ class EngineCore:
             ) from None
         overlap = self.facts.overlap if config.async_scheduling is None else config.async_scheduling
         self._depth = 1 if overlap else 0
-        self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep]] = collections.deque()
+        # With the time at which each was launched, seconds (`time.perf_counter`).
+        self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep, float]] = collections.deque()
+        self._last_end = 0.0
         self.grammars = GrammarCompiler(self.config, self.facts.vocab_size)
         self.wrap_stages(None)
 
@@ -81,6 +84,7 @@ class EngineCore:
             TierRates(page_bytes(facts.groups), facts.host_copy_rate, facts.prefill_rate),
             self.executor.block_store,
         )
+        speculative = config.speculative
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=config.max_num_seqs,
@@ -92,8 +96,11 @@ class EngineCore:
                 use_priority=config.scheduling_policy == "priority",
                 find_shared_prefix=not config.disable_cascade_attn,
                 look_ahead=config.look_ahead_admission,
+                num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+                adaptive_drafts=speculative is None or speculative.adaptive,
             ),
             self.kv,
+            None if speculative is None else make_host_proposer(speculative),
         )
 
     @property
@@ -154,6 +161,10 @@ class EngineCore:
             EngineDeadError: the device can run no further step.
         """
         held = self.scheduler.release_held()
+        outputs: list[CoreOutput] = []
+        if self.scheduler.drafting is not None and self.scheduler.drafting.awake:
+            while self._in_flight:  # drafts are proposed from tokens that are known
+                outputs += self._take_in_oldest()
         step = self._schedule()
         if step is None and not self._in_flight:
             step = self.scheduler.poll()
@@ -161,16 +172,16 @@ class EngineCore:
                 time.sleep(_MASK_WAIT)
             elif step is None and self.kv.offloading is not None:
                 self.kv.offloading.wait(_DISK_WAIT)
-        outputs: list[CoreOutput] = []
         if step is not None:
             begin_masks(step.grammars)
+            begin = time.perf_counter()
             try:
-                self._in_flight.append((step, self._execute(step.plan)))
+                self._in_flight.append((step, self._execute(step.plan), begin))
             except EngineDeadError:
                 raise
             except Exception as error:
                 # Steps in flight may be the cause: theirs is the failure then.
-                self._in_flight.append((step, _NotLaunched(error)))
+                self._in_flight.append((step, _NotLaunched(error), begin))
                 while self._in_flight:
                     outputs += self._take_in_oldest()
                 return outputs
@@ -183,13 +194,17 @@ class EngineCore:
 
     def _take_in_oldest(self) -> list[CoreOutput]:
         """Wait for the oldest step in flight; its news."""
-        oldest, pending = self._in_flight.popleft()
+        oldest, pending, begin = self._in_flight.popleft()
         try:
             result = self._wait(pending)
         except EngineDeadError:
             raise
         except Exception as error:
             return self._fail(oldest, error)
+        if self.scheduler.drafting is not None:
+            end = time.perf_counter()
+            self.scheduler.drafting.timed(oldest.plan, end - max(begin, self._last_end))
+            self._last_end = end
         return self._update(oldest, result)
 
     def _sample(self, step: ScheduledStep) -> list[CoreOutput]:
@@ -260,7 +275,7 @@ class EngineCore:
     def _fail(self, step: ScheduledStep, error: Exception) -> list[CoreOutput]:
         logger.error("step %d failed: %s", step.plan.step_id, error, exc_info=error)
         # Later steps in flight were computed on the failed one's results.
-        failed = [step, *(later for later, _ in self._in_flight if later.plan.step_id > step.plan.step_id)]
+        failed = [step, *(later for later, _, _ in self._in_flight if later.plan.step_id > step.plan.step_id)]
         self._in_flight = collections.deque(
             entry for entry in self._in_flight if entry[0].plan.step_id < step.plan.step_id
         )

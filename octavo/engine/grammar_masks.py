@@ -32,4 +32,4 @@ def collect_masks(rows: np.ndarray, runs: Sequence[GrammarRun]) -> TokenMasks:
         run.begin()
     for run in runs:
         run.wait()
-    return TokenMasks(rows, np.stack([run.mask for run in runs]))
+    return TokenMasks(rows, np.concatenate([run.masks for run in runs]))

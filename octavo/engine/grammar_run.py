@@ -22,8 +22,10 @@ class GrammarRun:
     drops tokens in flight, which the state has not seen.
 
     Attributes:
-        mask: int32 `[words]`; that of the next token once `wait` has returned.
-        pending: tokens that are being sampled.
+        masks: int32 `[1 + drafts, words]`; those of the next token and of the tokens after each draft, once
+            `wait` has returned.
+        drafts: tokens that are judged with the next one; the grammar allows them all.
+        pending: steps whose tokens are being sampled.
         slow: whether masks are made apart, the request being left out of steps meanwhile.
         error: why it cannot go on.
     """
@@ -33,7 +35,9 @@ class GrammarRun:
         self._pool = pool
         self._fresh = True
         self._making: Future[None] | None = None
-        self.mask = grammar.first_mask
+        self.masks = grammar.first_mask[None]
+        self.drafts: list[int] = []
+        self._made_for: list[int] = []
         self.pending = 0
         self.slow = False
         self.error: str | None = None
@@ -49,10 +53,19 @@ class GrammarRun:
             )
         if self.error is not None:
             return False
-        self._fresh = False
+        self._fresh, self.drafts = False, []
         if self.slow and not self._state.is_terminated:
             self.begin()
         return True
+
+    def allowed(self, tokens: list[int]) -> int:
+        """How many of these tokens, from the first, may follow what is known."""
+        self._join()
+        if self.error is not None:
+            return 0
+        count = self._state.accept(tokens)
+        self._state.rollback(count)
+        return count
 
     @property
     def is_terminated(self) -> bool:
@@ -65,15 +78,22 @@ class GrammarRun:
         return self.pending == 0 and (self._fresh or (self._making is not None and self._making.done()))
 
     def begin(self) -> None:
-        """Start to make the mask on another thread, if it isn't there or being made."""
+        """Start to make the masks on another thread, if they aren't there or being made."""
+        self._check_drafts()
         if not self._fresh and self._making is None:
             self._making = self._pool.submit(self._make)
 
     def wait(self) -> None:
-        """Return when the mask is there."""
+        """Return when the masks are there."""
         self._join()
+        self._check_drafts()
         if not self._fresh:
             self._make()
+
+    def _check_drafts(self) -> None:
+        """Masks that were made for other drafts are void."""
+        if self._fresh and self._made_for != self.drafts:
+            self._fresh = False
 
     def _join(self) -> None:
         making, self._making = self._making, None
@@ -82,14 +102,29 @@ class GrammarRun:
 
     def _make(self) -> None:
         begin = time.thread_time()
-        mask = np.zeros(len(self.mask), np.int32)
+        drafts = self.drafts
+        masks = np.zeros((1 + len(drafts), self.masks.shape[1]), np.int32)
         try:
-            if not self._state.is_terminated:  # nothing follows, and nobody reads the mask
-                self._state.fill_mask(mask)
+            self._fill(masks, drafts)
         except RequestError as error:
             self.error = str(error)
         if self.error is not None:
-            mask.fill(-1)
-        seconds = time.thread_time() - begin
+            masks.fill(-1)
+        seconds = (time.thread_time() - begin) / len(masks)
         self.slow = seconds > (_FAST if self.slow else _SLOW)
-        self.mask, self._fresh = mask, True
+        self.masks, self._made_for, self._fresh = masks, drafts, True
+
+    def _fill(self, masks: np.ndarray, drafts: list[int]) -> None:
+        """The state is afterwards what it was before, unless it fails."""
+        gone = 0
+        for i, row in enumerate(masks):
+            if self._state.is_terminated:  # nothing follows, and nobody reads the masks
+                masks[i:].fill(-1)
+                break
+            self._state.fill_mask(row)
+            if i < len(drafts):
+                if self._state.accept([drafts[i]]) != 1:
+                    masks[i + 1 :].fill(-1)
+                    break
+                gone += 1
+        self._state.rollback(gone)

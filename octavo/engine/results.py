@@ -47,7 +47,23 @@ def take_in(
             sampled &= slots.epoch[plan.slots] == epochs  # not ended by an earlier column
         rows = np.flatnonzero(sampled & (result.num_tokens > column))
         outputs += _append(slots, plan.slots[rows], rows, column, result, now, stats, finish)
-    return outputs
+    return outputs if result.tokens.shape[1] == 1 else _merge(outputs)
+
+
+def _merge(outputs: list[CoreOutput]) -> list[CoreOutput]:
+    """One output for each request, of those that each of its tokens made."""
+    merged: dict[str, CoreOutput] = {}
+    for output in outputs:
+        first = merged.get(output.request_id)
+        if first is not None:
+            output.new_token_ids = first.new_token_ids + output.new_token_ids
+            if first.logprobs is not None:
+                output.logprobs = first.logprobs + (output.logprobs or [])
+            output.prompt_logprobs = output.prompt_logprobs or first.prompt_logprobs
+            output.metrics = output.metrics or first.metrics
+            output.num_cached_tokens = output.num_cached_tokens or first.num_cached_tokens
+        merged[output.request_id] = output
+    return list(merged.values())
 
 
 def _append(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.engine.drafting import Drafting
 from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.outlook import Outlook
@@ -45,6 +46,11 @@ from octavo.messages import (
     StepPlan,
     StepResult,
 )
+from octavo.speculative.proposer import HostProposer
+
+
+# Rows of logits that drafts may bring a step to where fewer requests than that may run.
+_LOGITS_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class SchedulerLimits:
     use_priority: bool = False
     find_shared_prefix: bool = True
     look_ahead: bool = True
+    num_speculative_tokens: int = 0
+    adaptive_drafts: bool = True
 
 
 @dataclass
@@ -78,10 +86,16 @@ class Scheduler:
     reported never changes.
     """
 
-    def __init__(self, limits: SchedulerLimits, kv: KVManager):
+    def __init__(self, limits: SchedulerLimits, kv: KVManager, proposer: HostProposer | None = None):
         self.limits = limits
         self.kv = kv
         self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
+        self.drafting: Drafting | None = None
+        if proposer is not None:
+            rows = max(limits.max_num_seqs, min(_LOGITS_ROWS, limits.max_num_batched_tokens))
+            self.drafting = Drafting(
+                proposer, self._slots, limits.num_speculative_tokens, limits.adaptive_drafts, rows
+            )
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()
@@ -189,6 +203,10 @@ class Scheduler:
         rows = np.zeros(len(run), np.int32)
         rows[short] = 1
         budget -= len(short)
+        if self.drafting is not None:
+            self.drafting.propose(run, rows, budget // 2)
+            self._drop_drafts(run, rows)
+            budget -= int(rows.sum()) - len(short)
         budget -= self._share(rows, need, long, budget)
 
         updates: list[TableChanges] = [[] for _ in self.kv.groups]
@@ -216,11 +234,25 @@ class Scheduler:
     def _decode(self, run: np.ndarray) -> ScheduledStep | None:
         """The common step, of which little changes: every request needs one row, nobody waits."""
         rows = np.ones(len(run), np.int32)
+        if self.drafting is not None:
+            self.drafting.propose(run, rows, self.limits.max_num_batched_tokens - len(run))
+            self._drop_drafts(run, rows)
         updates: list[TableChanges] = [[] for _ in self.kv.groups]
         if self._make_room(run, rows, updates):
             kept = np.isin(run, self._slots.running)
             run, rows = run[kept], rows[kept]
         return self._plan(run, rows, [], updates)
+
+    def _drop_drafts(self, run: np.ndarray, rows: np.ndarray) -> None:
+        """Let nobody draft where the blocks for that are not there: drafts preempt no one."""
+        drafts = self._slots.num_drafts[run]
+        if not drafts.any():
+            return
+        over = self._slots.num_computed[run] + rows - self._slots.capacity[run]
+        blocks = int((-(-over[over > 0] // self.kv.block_size)).sum()) * len(self.kv.groups)
+        if blocks > self.kv.pool.num_free:
+            rows -= drafts
+            self._slots.num_drafts[run] = 0
 
     def _share(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
         """Divide the budget among prompts under way and those behind them; returns what was given.
@@ -471,6 +503,10 @@ class Scheduler:
     ) -> ScheduledStep:
         start = self._slots.num_computed[slots]
         self._slots.num_computed[slots] += counts
+        drafts = self._drafts(slots, counts)
+        if drafts is not None:
+            self._slots.num_tokens[slots] += drafts
+            self._slots.in_doubt[slots] += drafts
         samples = self._slots.num_computed[slots] == self._slots.num_tokens[slots]
         self._slots.num_tokens[slots] += samples
         masked = np.flatnonzero(samples & self._slots.masked[slots])
@@ -489,6 +525,8 @@ class Scheduler:
             shared_blocks=shared,
             copies=list(copies),
             masked=masked.astype(np.int32) if len(masked) else None,
+            num_drafts=drafts,
+            draft_tokens=None if drafts is None else self._draft_tokens(slots, drafts),
         )
         grammars = self._expect_tokens(slots[masked])
         self._slots.register(slots, self._slots.num_computed[slots], self._step)
@@ -498,6 +536,18 @@ class Scheduler:
             self.stats.iteration_tokens.add(ITERATION_BOUNDS, plan.total_rows)
         return ScheduledStep(plan, self._slots.epoch[slots], grammars)
 
+    def _drafts(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+        """How many of a step's rows judge drafts, int32 `[n]`; None: nobody's."""
+        if self.drafting is None:
+            return None
+        self.drafting.cut(slots, counts)
+        drafts = self._slots.num_drafts[slots]
+        return drafts if drafts.any() else None
+
+    def _draft_tokens(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        assert self.drafting is not None
+        return self.drafting.tokens(slots, drafts)
+
     def _expect_tokens(self, masked: np.ndarray) -> list[GrammarRun]:
         """The grammars of slots whose tokens are being sampled; hard ones wait for the next token's mask."""
         grammars = []
@@ -505,6 +555,9 @@ class Scheduler:
             grammar = self._slots.at(slot).grammar
             assert grammar is not None
             grammar.pending += 1
+            if self.drafting is not None:
+                count = self._slots.num_drafts[slot : slot + 1]
+                grammar.drafts = self.drafting.tokens(np.array([slot]), count).tolist()
             self._slots.held[slot] = grammar.slow
             grammars.append(grammar)
         return grammars
@@ -537,6 +590,8 @@ class Scheduler:
         """Take in a step's tokens: append, end what is finished, free, register full blocks."""
         plan = step.plan
         self._end_copies(result)
+        if plan.num_drafts is not None:
+            self._take_back(plan, step.epochs, result)
         outputs = take_in(self._slots, plan, step.epochs, result, self.stats, self._finish)
         if self.kv.hasher is not None:
             left = plan.slots[self._slots.epoch[plan.slots] == step.epochs]
@@ -545,6 +600,18 @@ class Scheduler:
         self.kv.complete(plan.step_id)
         self._trials.passed(plan, step.epochs)
         return outputs
+
+    def _take_back(self, plan: StepPlan, epochs: np.ndarray, result: StepResult) -> None:
+        """Drafts that did not stand are neither known nor computed."""
+        assert plan.num_drafts is not None and self.drafting is not None
+        live = self._slots.epoch[plan.slots] == epochs
+        wrong = plan.num_drafts + 1 - result.num_tokens
+        drafted = live & (plan.num_drafts > 0)
+        slots = plan.slots[drafted]
+        self._slots.num_tokens[slots] -= wrong[drafted]
+        self._slots.num_computed[slots] -= wrong[drafted]
+        self._slots.in_doubt[slots] -= plan.num_drafts[drafted]
+        self.drafting.judged(plan, live, result, self.stats)
 
     def _end_copies(self, result: StepResult) -> None:
         offloading = self.kv.offloading

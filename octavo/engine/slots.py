@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,9 +18,11 @@ class Slots:
     """Owns the slots `0 .. num_slots - 1`, of which each running request has one, and what is kept by slot.
 
     Attributes, all by slot but for `running`, `orders` and `stop_uses`:
-        num_tokens: tokens that are known or being sampled.
+        num_tokens: tokens that are known or being sampled; while drafts are judged, as if all stood.
         num_known: tokens that are known; `tokens` are these.
-        num_computed: tokens whose rows are scheduled.
+        num_computed: tokens whose rows are scheduled; while drafts are judged, as if all stood.
+        num_drafts: drafts among the rows of the step that was planned last.
+        in_doubt: drafts that steps in flight judge; so many fewer tokens may turn out to be computed.
         num_registered: blocks offered to the prefix cache.
         capacity: tokens that all block tables hold.
         passing: computed tokens that let a window free blocks.
@@ -32,6 +35,7 @@ class Slots:
         held: no rows until the next token's mask has been made.
         stop_uses: by token, requests in slots that it ends.
         num_left: requests that have left a slot since the start.
+        on_enter, on_leave: called with a request that is in its slot now, and still.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, kv: KVManager):
@@ -51,6 +55,10 @@ class Slots:
         self.masked = np.zeros(num_slots, bool)
         self.held = np.zeros(num_slots, bool)
         self.tokens = np.zeros((num_slots, max_model_len), np.int32)
+        self.num_drafts = np.zeros(num_slots, np.int32)
+        self.in_doubt = np.zeros(num_slots, np.int32)
+        self.on_enter: list[Callable[[Request], None]] = []
+        self.on_leave: list[Callable[[Request], None]] = []
         self.running = np.zeros(0, np.int64)
         self.orders: list[tuple[int, int]] = []
         self.stop_uses = np.zeros(vocab_size, np.int32)
@@ -103,6 +111,9 @@ class Slots:
         place = bisect.bisect(self.orders, request.order)
         self.orders.insert(place, request.order)
         self.running = np.insert(self.running, place, slot)
+        self.num_drafts[slot] = self.in_doubt[slot] = 0
+        for call in self.on_enter:
+            call(request)
         return Admission(
             slot=slot,
             token_ids=tokens,
@@ -131,6 +142,8 @@ class Slots:
         del self.orders[place]
         self.running = np.delete(self.running, place)
         self._kv.free(request.seq)
+        for call in self.on_leave:
+            call(request)
         request.slot = -1
 
     def register(self, slots: np.ndarray, computed: np.ndarray, step: int) -> None:

@@ -31,9 +31,10 @@ def grow_by_one(
 
 def free_passed(slots: Slots, kv: KVManager, own: np.ndarray) -> None:
     """Free the blocks that the windows of requests in slots `own` have passed."""
-    computed = slots.num_computed
-    for slot in own[computed[own] >= slots.passing[own]].tolist():
-        slots.passing[slot] = kv.free_passed(slots.at(slot).seq, int(computed[slot]))
+    computed = slots.num_computed[own] - slots.in_doubt[own]
+    gone = computed >= slots.passing[own]
+    for slot, position in zip(own[gone].tolist(), computed[gone].tolist(), strict=True):
+        slots.passing[slot] = kv.free_passed(slots.at(slot).seq, position)
 
 
 def extend(slots: Slots, kv: KVManager, slot: int, end: int, changes: Sequence[TableChanges]) -> int:
@@ -71,4 +72,4 @@ def shared_blocks(
     tables_at: Callable[[int], list[list[int]]] = lambda slot: slots.at(slot).seq.tables  # noqa: E731
     shared = slots.shared.count(own, tables_at)
     # A block that is filled in this step may be shared already, but has to be written first.
-    return min(shared, int(start.min()) // block_size) if shared else 0
+    return min(shared, int((start - slots.in_doubt[own]).min()) // block_size) if shared else 0

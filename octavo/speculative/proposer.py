@@ -3,61 +3,47 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 
-@dataclass
-class ProposeContext:
-    """The requests to draft for, after a step's tokens are known.
+class Proposal(NamedTuple):
+    """A continuation of one request's tokens.
 
     Attributes:
-        slots: int32 `[n]` on the host, rows of the token table.
-        slots_device: the same on the device.
-        num_known: int32 `[n]` on the device, known tokens of each.
-        token_table: int32 `[slots, max_model_len]` on the device.
-        hidden: `[n, hidden_size]`, the last hidden state of each request, for methods that ask
-            (`needs_hidden`).
+        tokens: int32 `[k]`, k >= 0.
+        kind: which of the proposer's `num_kinds` sorts this is: acceptance is measured for each sort.
     """
 
-    slots: np.ndarray
-    slots_device: torch.Tensor
-    num_known: torch.Tensor
-    token_table: torch.Tensor
-    hidden: torch.Tensor | None = None
+    tokens: np.ndarray
+    kind: int
 
 
-@dataclass
-class Drafts:
-    """Proposed continuations.
+NOTHING = Proposal(np.zeros(0, np.int32), 0)
+
+
+class HostProposer(ABC):
+    """Drafts on the host, from the tokens of requests alone. It cannot change what is generated, only how fast.
 
     Attributes:
-        tokens: int32 `[n, k]` on the device; entries past a request's count are arbitrary.
-        counts: int32 `[n]` on the host, 0 <= counts <= k.
+        num_kinds: sorts of proposals, by how likely they are to be right.
     """
 
-    tokens: torch.Tensor
-    counts: np.ndarray
+    num_kinds: int = 1
 
+    def enter(self, slot: int) -> None:
+        """A request comes into a slot: what was known of the slot is void."""
 
-class Proposer(ABC):
-    """Proposes up to `max_drafts` tokens per request. It cannot change what is generated, only how fast."""
-
-    max_drafts: int
-    needs_hidden: bool = False
+    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, done: bool) -> None:
+        """A request leaves its slot, with all its tokens (int32); `done` unless it was preempted."""
 
     @abstractmethod
-    def propose(self, context: ProposeContext) -> Drafts | None:
-        """Drafts to verify in the next step; None: none for anybody."""
+    def propose(self, slot: int, tokens: np.ndarray, most: int) -> Proposal:
+        """Draft at most `most` tokens.
 
-
-class NoProposer(Proposer):
-    """Plain decoding: proposes nothing."""
-
-    max_drafts = 0
-
-    def propose(self, context: ProposeContext) -> Drafts | None:
-        """None."""
-        return None
+        Args:
+            slot: where the request is; the same from `enter` to `leave`.
+            tokens: int32 `[n]`, all its tokens; not to be kept.
+            most: at least 1.
+        """

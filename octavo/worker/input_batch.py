@@ -27,7 +27,10 @@ class StepInputs:
         max_seq_len: host's upper bound of `ends`.
         sample_requests: host, indexes of the requests that sample.
         sample_slots: `slots` of those, int64 `[m]`.
-        sample_rows: int64 `[m]`, their last rows, or None if these are the first rows in order.
+        num_sample_rows: rows that yield a token: one of each of those, and one per draft.
+        sample_rows: int64 `[num_sample_rows]`, these rows (each one's last), or None if they are the first in
+            order.
+        num_drafts: host, int32 `[m]`, drafts of the requests that sample; None: nobody's.
         wanted_rows: the rows whose hidden states are read where only sampling reads them: `sample_rows`, or
             if nobody samples a single row (layers need not take none); None: all.
 
@@ -45,7 +48,9 @@ class StepInputs:
     max_seq_len: int
     sample_requests: np.ndarray
     sample_slots: torch.Tensor
+    num_sample_rows: int
     sample_rows: torch.Tensor | None
+    num_drafts: np.ndarray | None
     wanted_rows: torch.Tensor | None
 
 
@@ -57,11 +62,13 @@ class _Layout:
         key: the padded size and bytes of the plan's arrays that it was made from.
         inputs: the step's inputs, views of the batch's buffers that each step fills anew.
         sampling: int64 `[m]` of the requests that sample, None where all do.
+        drafts: int64 `[m]`, their drafts, None where nobody has any.
     """
 
     key: tuple[int, bytes]
     inputs: StepInputs
     sampling: torch.Tensor | None
+    drafts: torch.Tensor | None
 
 
 class InputBatch:
@@ -154,6 +161,18 @@ class InputBatch:
                     places, ids = places[held], ids[held]
                 d_places, d_blocks = self._send(places, ids)
                 table.view(-1)[d_places] = d_blocks.int()
+        if plan.draft_tokens is not None:
+            self._enter_drafts(plan)
+
+    def _enter_drafts(self, plan: StepPlan) -> None:
+        """Write drafts that the host proposed behind the known tokens of their requests."""
+        assert plan.num_drafts is not None and plan.draft_tokens is not None
+        counts = plan.num_drafts.astype(np.int64)
+        # Such a plan is made when all is known, so that its `start` is exact.
+        first = plan.slots * np.int64(self.max_model_len) + plan.start + plan.num_rows - counts
+        places = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(len(plan.draft_tokens))
+        d_places, d_tokens = self._send(places, plan.draft_tokens)
+        self.token_table.view(-1)[d_places] = d_tokens.int()
 
     def layout(self, plan: StepPlan, size: int | None = None) -> StepInputs:
         """The step's inputs, not yet filled: views of the batch's buffers, which the next step reuses.
@@ -165,6 +184,8 @@ class InputBatch:
         n = len(plan.slots)
         size = size or n
         key = (size, plan.slots.tobytes() + plan.num_rows.tobytes() + plan.samples.tobytes())
+        if plan.num_drafts is not None:
+            key = (size, key[1] + plan.num_drafts.tobytes())
         if self._layout is None or self._layout.key != key:
             self._layout = self._make_layout(plan, size, key)
         inputs = self._layout.inputs
@@ -222,12 +243,32 @@ class InputBatch:
         """Append one token (int32 `[size]`, one per request, padding included) to each that samples."""
         self._kernels.append_tokens(self._append_slots[: len(tokens)], inputs.ends, tokens, self.token_table)
 
+    def append_judged(
+        self, inputs: StepInputs, known: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        """Append what stands after drafts were judged; drafts that don't stand are not computed any more.
+
+        Args:
+            known: int64 `[m]`, as `sample_ends`.
+            tokens: int32 `[m, k + 1]`: a request with fewer than k drafts has its last token in the columns
+                that are too many.
+            num_tokens: int32 `[m]`, how many leading ones of them stand.
+        """
+        assert self._layout is not None and self._layout.drafts is not None
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        place = known[:, None] + torch.minimum(column[None], self._layout.drafts[:, None])
+        # Entries behind the tokens that stand are nobody's yet.
+        self.token_table[inputs.sample_slots[:, None], place] = tokens
+        self.num_computed[inputs.sample_slots] = known - 1 + num_tokens
+
     def sample_ends(self, inputs: StepInputs) -> torch.Tensor:
-        """int64 `[m]`, tokens known to each request that samples."""
-        sampling = self._layout.sampling if self._layout is not None else None
-        return (
+        """int64 `[m]`, tokens known to each request that samples (drafts are not)."""
+        layout = self._layout
+        sampling = layout.sampling if layout is not None else None
+        ends = (
             inputs.ends[: inputs.num_requests] if sampling is None else inputs.ends.index_select(0, sampling)
         )
+        return ends if layout is None or layout.drafts is None else ends - layout.drafts
 
     def _make_layout(self, plan: StepPlan, size: int, key: tuple[int, bytes]) -> _Layout:
         n, rows = len(plan.slots), plan.total_rows
@@ -236,14 +277,23 @@ class InputBatch:
         sample_requests = np.flatnonzero(plan.samples)
         everyone = len(sample_requests) == n
         slots = np.concatenate((plan.slots, np.full(padding, self._padding_slot)))
-        slots_d, append_d, starts_d, sampling_d, last_d = self._send(
+        drafts = None if plan.num_drafts is None else plan.num_drafts[sample_requests]
+        ends = starts[sample_requests + 1]
+        if drafts is None:
+            last, counts = ends - 1, np.zeros(0, np.int64)
+        else:
+            counts = drafts.astype(np.int64)
+            last = np.repeat(ends - np.cumsum(counts + 1), counts + 1)
+            last += np.arange(len(last))
+        slots_d, append_d, starts_d, sampling_d, last_d, drafts_d = self._send(
             slots,
             slots
             if everyone
             else np.where(np.append(plan.samples, [True] * padding), slots, self._padding_slot),
             starts,
             sample_requests,
-            starts[sample_requests + 1] - 1,
+            last,
+            counts,
         )
         self._slots[:size].copy_(slots_d)
         self._append_slots[:size].copy_(append_d)
@@ -277,10 +327,12 @@ class InputBatch:
             max_seq_len=0,
             sample_requests=sample_requests,
             sample_slots=slots_view[:n] if everyone else slots_d[sampling_d],
-            sample_rows=None if rows == n and everyone else last_d,
-            wanted_rows=None if rows == n else last_d if len(sample_requests) else starts_d[1:2] - 1,
+            num_sample_rows=len(last),
+            sample_rows=None if rows == len(last) else last_d,
+            num_drafts=drafts,
+            wanted_rows=None if rows in (n, len(last)) else last_d if len(last) else starts_d[1:2] - 1,
         )
-        return _Layout(key, inputs, None if everyone else sampling_d)
+        return _Layout(key, inputs, None if everyone else sampling_d, None if drafts is None else drafts_d)
 
     def _send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Integer arrays to the device as int64, in one transfer that nobody waits for."""

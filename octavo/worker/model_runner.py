@@ -44,6 +44,7 @@ class ModelRunner:
         device: torch.device,
         use_graphs: bool = False,
         records: bool = False,
+        max_drafts: int = 0,
     ):
         self.model = model
         self.device = device
@@ -56,7 +57,7 @@ class ModelRunner:
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
         self.recorded = RecordedSteps(model, kv_caches) if records else None
-        self._transfer = TokenTransfer(max_num_seqs, device)
+        self._transfer = TokenTransfer(max_num_seqs * (1 + max_drafts), device)
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
@@ -117,30 +118,39 @@ class ModelRunner:
         """Of `[rows, …]`, those that yield a token."""
         if inputs.sample_rows is not None:
             return rows[inputs.sample_rows]
-        return rows if len(rows) == inputs.num_requests else rows[: inputs.num_requests]
+        return rows if len(rows) == inputs.num_sample_rows else rows[: inputs.num_sample_rows]
 
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, masks: TokenMasks | None = None
     ) -> VerifyOutput:
-        slots, known = plan.slots, plan.start + plan.num_rows
+        slots, known, drafts = plan.slots, plan.start + plan.num_rows, inputs.num_drafts
         if len(inputs.sample_requests) < len(slots):
             slots, known = slots[inputs.sample_requests], known[inputs.sample_requests]
         ends = self.batch.sample_ends(inputs)
-        row_masks = None
-        if masks is not None:
-            places = np.searchsorted(inputs.sample_requests, masks.rows)
-            row_masks = RowMasks(upload(places, self.device), upload(masks.bits, self.device))
         output = self.verifier(
             logits,
             slots,
             inputs.sample_slots,
             ends,
             self.batch.token_table,
-            max_known=known,
-            masks=row_masks,
+            max_known=known if drafts is None else known - drafts,
+            num_drafts=drafts,
+            masks=None if masks is None else self._row_masks(inputs, masks),
         )
-        self.batch.append(inputs, ends, output.tokens)
+        if output.num_tokens is None:
+            self.batch.append(inputs, ends, output.tokens)
+        else:
+            self.batch.append_judged(inputs, ends, output.tokens, output.num_tokens)
         return output
+
+    def _row_masks(self, inputs: StepInputs, masks: TokenMasks) -> RowMasks:
+        """Masks by rows of logits."""
+        places = np.searchsorted(inputs.sample_requests, masks.rows)
+        if inputs.num_drafts is not None:
+            counts = inputs.num_drafts + 1
+            first, own = np.cumsum(counts) - counts, counts[places]
+            places = np.repeat(first[places] - np.cumsum(own) + own, own) + np.arange(own.sum())
+        return RowMasks(upload(places, self.device), upload(masks.bits, self.device))
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> _PromptPart:
         """Rows of prompts whose next token is known and wanted: position p tells of token p + 1."""
@@ -214,6 +224,7 @@ class LaunchedStep:
         """Begin to copy what was drawn."""
         prompt = self._prompt
         self._logprobs = sampled.logprobs if sampled is not None else None
+        self._row_start = sampled.row_start if sampled is not None else None
         self._num_tokens = self._logprob_data = self._prompt_data = None
         self._tokens, self._event = self._transfer.start(None if sampled is None else sampled.tokens)
         if sampled is not None:
@@ -262,10 +273,17 @@ class LaunchedStep:
         if self._logprobs is None or self._logprob_data is None:
             return None
         out: list[list[TokenLogprobs] | None] = [None] * n
-        for request, entry in zip(
-            self._sample_requests.tolist(), self._logprobs.unpack(self._logprob_data.numpy()), strict=True
+        rows = self._logprobs.unpack(self._logprob_data.numpy())
+        requests = self._sample_requests.tolist()
+        if self._row_start is None or self._num_tokens is None:
+            for request, entry in zip(requests, rows, strict=True):
+                out[request] = None if entry is None else [entry]
+            return out
+        for request, first, count in zip(
+            requests, self._row_start[:-1].tolist(), self._num_tokens.tolist(), strict=True
         ):
-            out[request] = None if entry is None else [entry]
+            entries = [entry for entry in rows[first : first + count] if entry is not None]
+            out[request] = entries or None
         return out
 
     def _unpack_prompt(self, n: int) -> list[list[TokenLogprobs] | None] | None:

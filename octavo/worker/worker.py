@@ -124,6 +124,7 @@ class Worker:
                 "kv cache": self._describe_cache(),
                 **({} if self.tiers is None else self._describe_tiers(self.tiers)),
                 "decode steps": self._describe_decoding(),
+                **self._describe_drafts(),
                 "memory": memory.line(),
                 "loading": f"{loaded - begin:.2f} s",
                 **({} if compiler is None else {"kernels": f"{compiled - loaded:.2f} s"}),
@@ -220,6 +221,10 @@ class Worker:
         if self.runner.recorded is not None:
             return "recorded at first use"
         return "CUDA graphs, recorded at first use" if self.runner.graphs else "eager"
+
+    def _describe_drafts(self) -> dict[str, str]:
+        speculative = self.config.speculative
+        return {} if speculative is None else {"speculation": speculative.describe()}
 
     def _arithmetic(self) -> str:
         """What decides how KV values are rounded: for the root of their keys."""
@@ -405,6 +410,7 @@ class Worker:
             vocab_size=self.model_config.vocab_size,
             use_graphs=self._uses_graphs(),
             records=self._records_steps(),
+            max_drafts=0 if self.config.speculative is None else self.config.speculative.num_speculative_tokens,
         )
 
     def _records_steps(self) -> bool:

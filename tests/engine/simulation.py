@@ -9,6 +9,7 @@ as it may, after checking that nobody has changed it since, and its target is sp
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ from octavo.kv.manager import KVManager
 from octavo.kv.tiers import StoreStats
 from octavo.messages import BlockCopies, CoreOutput, CoreRequest, ModelFacts, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
+from octavo.speculative.proposer import HostProposer, Proposal
 
 VOCAB = 1000
 
@@ -235,6 +237,7 @@ class PretendExecutor(Executor):
         shape = (config.max_num_seqs, max_model_len)
         self.tokens = np.full(shape, -7, np.int64)
         self.computed = np.zeros(config.max_num_seqs, np.int64)
+        self.in_doubt = np.zeros(config.max_num_seqs, np.int64)  # drafts of a slot's last step
         self.windows = windows
         self.tables = [np.full(shape, -1, np.int64) for _ in windows]
         self.cache: dict[int, tuple[int, tuple[int, ...]]] = {}  # one pool for all groups
@@ -264,34 +267,51 @@ class PretendExecutor(Executor):
         self.host.run(plan)
         if self.fail_at == plan.step_id:
             raise RuntimeError("pretend failure")
-        assert (self.computed[plan.slots] == plan.start).all()
+        drafts = np.zeros(len(plan.slots), np.int32) if plan.num_drafts is None else plan.num_drafts
+        starts = self.computed[plan.slots]
+        assert (starts <= plan.start).all()
+        assert self.in_doubt[plan.slots].any() or (starts == plan.start).all()
         if plan.shared_blocks:
             assert len(plan.slots) > 1 and (plan.num_rows == 1).all()
-            assert plan.shared_blocks <= plan.start.min() // self.block_size, "shared blocks that rows are in"
+            assert plan.shared_blocks <= starts.min() // self.block_size, "shared blocks that rows are in"
             for table, window in zip(self.tables, self.windows, strict=True):
                 heads = table[plan.slots, : plan.shared_blocks]
                 assert window is not None or (heads == heads[0]).all(), "blocks that are not shared"
-        ends = plan.start + plan.num_rows
+        ends = starts + plan.num_rows
+        for i, (slot, end) in enumerate(zip(plan.slots, ends, strict=True)):
+            if drafts[i]:
+                assert plan.samples[i] and plan.draft_tokens is not None and plan.num_rows[i] > drafts[i]
+                assert (starts[i] == plan.start[i]).all(), "drafts behind tokens that nobody knew"
+                before = int(drafts[:i].sum())
+                self.tokens[slot, end - drafts[i] : end] = plan.draft_tokens[before : before + drafts[i]]
         # As on a device: all rows are written before any is read.
-        for slot, start, end in zip(plan.slots, plan.start, ends, strict=True):
+        for slot, start, end in zip(plan.slots, starts, ends, strict=True):
             text = tuple(self.tokens[slot, :end].tolist())
             for group in range(len(self.tables)):
                 for p, place in self.places(group, slot, start, end):
                     self.cache[place] = (group, text[: p + 1])
-        out = np.full((len(plan.slots), 1), -1, np.int32)
-        for i, (slot, start, end) in enumerate(zip(plan.slots, plan.start, ends, strict=True)):
-            self.computed[slot] = end
+        out = np.full((len(plan.slots), 1 + drafts.max(initial=0)), -1, np.int32)
+        counts = np.zeros(len(plan.slots), np.int32)
+        for i, (slot, start, end) in enumerate(zip(plan.slots, starts, ends, strict=True)):
             text = tuple(self.tokens[slot, :end].tolist())
             for group, window in enumerate(self.windows):
                 if window is not None or plan.samples[i]:  # the whole context less often
                     first = 0 if window is None else max(0, start - window + 1)
                     for p, place in self.places(group, slot, first, end):
                         assert self.cache[place] == (group, text[: p + 1]), "a row read other KV"
+            self.computed[slot] = end
             if plan.samples[i]:
-                out[i] = next_token(text)
-                if end < self.tokens.shape[1]:
-                    self.tokens[slot, end] = out[i, 0]
-        result = StepResult(tokens=out, num_tokens=plan.samples.astype(np.int32))
+                known = end - drafts[i]
+                for column in range(1 + drafts[i]):
+                    token = out[i, column] = next_token(text[: known + column])
+                    counts[i] += 1
+                    if known + column < self.tokens.shape[1]:
+                        self.tokens[slot, known + column] = token
+                    if column == drafts[i] or token != text[known + column]:
+                        break
+                self.computed[slot] = known - 1 + counts[i]
+            self.in_doubt[slot] = drafts[i]
+        result = StepResult(tokens=out, num_tokens=counts)
         return Done(result, self.host)
 
     def places(self, group: int, slot: int, start: int, end: int) -> list[tuple[int, int]]:
@@ -344,6 +364,38 @@ def check_contents(kv: KVManager, executor: PretendExecutor, salts: Sequence[str
             kv.hasher.extend(chains[-1], np.asarray(tokens, np.int32), len(tokens) // kv.block_size, extras)
         assert key in [chain[-1] for chain in chains], "a block holds what another key says"
     return len(found)
+
+
+class Guesser(HostProposer):
+    """Knows the pretend model, and errs at random; drafts anything from none to all that it may."""
+
+    def __init__(self, right: float, seed: int = 0):
+        self._right, self._draw = right, random.Random(seed)
+        self.in_slots: set[int] = set()
+
+    def enter(self, slot: int) -> None:
+        assert slot not in self.in_slots
+        self.in_slots.add(slot)
+
+    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, done: bool) -> None:
+        assert slot in self.in_slots and len(tokens) >= prompt_len
+        self.in_slots.remove(slot)
+
+    def propose(self, slot: int, tokens: np.ndarray, most: int) -> Proposal:
+        assert slot in self.in_slots and most >= 1
+        text, drafts = tokens.tolist(), []
+        for _ in range(self._draw.randint(0, most)):
+            right = self._draw.random() < self._right
+            drafts.append(next_token(tuple(text)) if right else self._draw.randrange(VOCAB))
+            text.append(drafts[-1])
+        return Proposal(np.array(drafts, np.int32), 0)
+
+
+def draft(core: EngineCore, proposer: HostProposer) -> HostProposer:
+    """Let another proposer draft for a core that was made with a speculative_config."""
+    assert core.scheduler.drafting is not None
+    core.scheduler.drafting._proposer = proposer
+    return proposer
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8, **fields) -> CoreRequest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,10 @@ class Reporting(sim.PretendExecutor):
             return _Failed(self)
         n = len(plan.slots)
         done.result.logprobs = [
-            [_entry(done.result.tokens[i, 0])] if plan.samples[i] else None for i in range(n)
+            [_entry(token) for token in done.result.tokens[i, : done.result.num_tokens[i]]]
+            if plan.samples[i]
+            else None
+            for i in range(n)
         ]
         done.result.prompt_logprobs = [self._prompt_part(plan, i) for i in range(n)]
         return done
@@ -85,6 +89,10 @@ WINDOWS: list[tuple[int | None, ...]] = [
 
 
 def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore:
+    speculative: dict[str, Any] = {}
+    if draw.random() < 0.4:
+        drafts = {"method": "ngram", "num_speculative_tokens": draw.randint(1, 9), "adaptive": draw.random() < 0.3}
+        speculative = dict(speculative_config=drafts)
     config = EngineConfig(
         block_size=block_size,
         max_num_seqs=draw.choice([1, 2, 4, 8]),
@@ -95,6 +103,7 @@ def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore
         long_prefill_token_threshold=draw.choice([0, 0, 1, 5]),
         look_ahead_admission=draw.random() < 0.3,
         check_invariants=True,
+        **speculative,
     )
     windows = draw.choice(WINDOWS)
     blocks = num_blocks * len(windows)
@@ -107,7 +116,10 @@ def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore
     if draw.random() < 0.3:
         executor.failures = frozenset(draw.sample(range(60), 3))
         executor.late_failures = frozenset(draw.sample(range(60), 3))
-    return EngineCore(config, executor)
+    core = EngineCore(config, executor)
+    if speculative:
+        sim.draft(core, sim.Guesser(draw.choice([0.0, 0.5, 0.95]), draw.randrange(1000)))
+    return core
 
 
 def _disturb(draw: random.Random, executor: Reporting) -> None:

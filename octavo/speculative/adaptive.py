@@ -1,0 +1,71 @@
+"""How many tokens to draft: as many as make tokens come fastest, by what was measured; none where none pay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.speculative.acceptance import Acceptance
+from octavo.speculative.step_times import StepTimes
+
+_SHARE = 0.01  # of all time that may go into finding out whether drafts pay
+_MOST_CREDIT = 0.25  # seconds; what a long time without trials saves up
+_FADE = 0.1
+
+
+class Adaptation:
+    """Weighs the tokens that drafts are expected to yield against the time that their rows take.
+
+    Where drafts don't pay, finding that out again costs time: proposals that nobody judges, and rows that are
+    judged to learn whether it is true yet. A hundredth of all time is set aside for that; while it is used up,
+    nothing is proposed.
+
+    Attributes:
+        acceptance: what the verifier said.
+        times: of steps by their rows.
+    """
+
+    def __init__(self, num_slots: int, num_kinds: int, most: int):
+        self.acceptance = Acceptance(num_slots, num_kinds, most)
+        self.times = StepTimes()
+        self._credit = _MOST_CREDIT / 5
+        self._proposing = 0.0  # seconds of late
+
+    @property
+    def awake(self) -> bool:
+        """Whether drafts should be proposed for the next step."""
+        return self._credit > 0
+
+    def passed(self, seconds: float) -> None:
+        """A step has taken so long, drafts or not."""
+        self._credit = min(_MOST_CREDIT, self._credit + _SHARE * seconds)
+
+    def choose(self, odds: np.ndarray, rows: int, most: int, proposing: float) -> np.ndarray:
+        """How many drafts of each request to judge, int64 `[n]`.
+
+        Args:
+            odds: float64 `[n, k]`, that a draft stands with all before it; 0 where there is none.
+            rows: of the step without drafts.
+            most: drafts in all.
+            proposing: seconds that making them took.
+        """
+        self._proposing += _FADE * (proposing - self._proposing)
+        ranked = np.sort(odds, axis=None)[::-1]
+        ranked = ranked[: min(most, int(np.count_nonzero(ranked)))]
+        best, seconds = 0, self.times.curve(rows, len(ranked) + 1)
+        if len(ranked) and seconds is not None and len(seconds) > len(ranked):
+            tokens = rows + np.concatenate(([0.0], np.cumsum(ranked)))
+            rates = tokens / (seconds + self._proposing)
+            best = int(rates.argmax())
+            if rates[best] <= tokens[0] / seconds[0]:
+                best = 0
+            if not best:
+                # Measured anew from time to time, however it looks: what is known may be old.
+                extra = seconds - seconds[0]
+                best = int(np.searchsorted(extra, self._credit, side="right")) - 1
+                proposing += extra[best]
+                self._credit -= proposing
+        else:
+            self._credit -= proposing
+        if not best:
+            return np.zeros(len(odds), np.int64)
+        return (odds >= ranked[best - 1]).sum(axis=1)

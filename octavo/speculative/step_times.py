@@ -1,0 +1,55 @@
+"""How long a step takes by its number of rows: measured, and guessed between and beyond."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_SIZES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256,
+                   320, 384, 512, 768, 1024, 2048, 4096, 8192])  # fmt: skip
+_FADE = 0.1  # weight of a new time
+_OUTLIER = 3.0  # a time so many times the known one is a hiccup: it counts as this
+_PRIOR_SLOPE = 0.02  # of one row's time that another row is taken to cost, until that was measured
+
+
+class StepTimes:
+    """Mean time of late of steps of so many rows, in which no prompt is computed.
+
+    Sizes that no step had are guessed from those around; beyond the measured ones, and while only one is
+    known, by a slope that errs on the side of trying.
+    """
+
+    def __init__(self) -> None:
+        self._mean = np.full(len(_SIZES), np.nan)
+        self._curve: np.ndarray | None = None
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        place = min(int(np.searchsorted(_SIZES, rows)), len(_SIZES) - 1)
+        old = self._mean[place]
+        if np.isnan(old):
+            self._mean[place] = seconds
+        else:
+            self._mean[place] += _FADE * (min(seconds, _OUTLIER * old) - old)
+        self._curve = None
+
+    def curve(self, first: int, count: int) -> np.ndarray | None:
+        """Seconds of steps of `first`, `first + 1`, … rows, float64 `[count]`; None: nothing is known yet.
+
+        It never falls: a larger step that seems quicker is noise.
+        """
+        if self._curve is None:
+            known = np.flatnonzero(~np.isnan(self._mean))
+            if not len(known):
+                return None
+            sizes, times = _SIZES[known].astype(float), np.maximum.accumulate(self._mean[known])
+            if len(known) > 1:
+                slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
+            else:
+                slope = _PRIOR_SLOPE * times[0] / sizes[0]
+            last = float(_SIZES[-1])
+            if sizes[-1] < last:
+                sizes, times = np.append(sizes, last), np.append(times, times[-1] + slope * (last - sizes[-1]))
+            if sizes[0] > 1:
+                sizes, times = np.insert(sizes, 0, 1.0), np.insert(times, 0, max(times[0] - slope * (sizes[0] - 1), 0.5 * times[0]))
+            self._curve = np.interp(np.arange(1, last + 1), sizes, times)
+        return self._curve[first - 1 : first - 1 + count]

@@ -1,0 +1,123 @@
+"""Settings of speculative decoding, with vLLM's field names: typed, documented, validated once."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from octavo.config import make_config, setting, validate
+from octavo.errors import ConfigError
+
+METHODS: dict[str, str] = {
+    "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
+}
+"""What each method does, in the order of the documentation."""
+
+MOST_DRAFTS = 32
+
+
+@dataclass
+class SpeculativeConfig:
+    """How tokens are drafted. Outputs never depend on it."""
+
+    method: str = setting("ngram", "What drafts tokens.", choices=tuple(METHODS))
+    num_speculative_tokens: int = setting(
+        5, "Most tokens drafted for a request and step.", low=1, high=MOST_DRAFTS
+    )
+    adaptive: bool = setting(
+        True,
+        "Draft as many tokens as pay, by measured acceptance and times of steps, down to none; off: always "
+        "num_speculative_tokens.",
+    )
+    prompt_lookup_min: int = setting(
+        2, "Fewest tokens that must be found again (ngram).", low=1, high=64
+    )
+    prompt_lookup_max: int = setting(5, "Most tokens that are looked for (ngram).", low=1, high=64)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is above "
+                f"prompt_lookup_max={self.prompt_lookup_max}: raise the latter"
+            )
+
+    def describe(self) -> str:
+        """One line for the log."""
+        kind = "adaptively" if self.adaptive else "always"
+        return f"{self.method}, up to {self.num_speculative_tokens} tokens, {kind}"
+
+
+def read_speculative_config(
+    given: dict[str, Any] | str | None, model: str | None, num_tokens: int | None
+) -> SpeculativeConfig | None:
+    """The settings of a user, None where nothing is drafted.
+
+    Args:
+        given: `speculative_config`: fields, JSON text of an object, or the path of a file of such.
+        model, num_tokens: `speculative_model` and `num_speculative_tokens`, which are given beside or without.
+
+    Raises:
+        ConfigError: an unknown field or method, a bad value, or two values of one field.
+    """
+    values = {} if given is None else dict(given) if isinstance(given, dict) else _parse(given)
+    for name, value in (("model", model), ("num_speculative_tokens", num_tokens)):
+        if value is None:
+            continue
+        if values.get(name, value) != value:
+            raise ConfigError(
+                f"speculative_config has {name}={values[name]!r}, and beside it {value!r} is given: leave one out"
+            )
+        values[name] = value
+    if not values:
+        if given is None:
+            return None
+        raise ConfigError(f"speculative_config={given!r} names no method: give one of {', '.join(METHODS)}")
+    if "method" not in values and "model" not in values:
+        raise ConfigError(f"speculative_config names no method: give one of {', '.join(METHODS)}")
+    try:
+        return make_config(SpeculativeConfig, values)  # type: ignore[no-any-return]
+    except ConfigError as error:
+        names = ", ".join(spec.name for spec in fields(SpeculativeConfig))
+        hint = f" (fields: {names})" if str(error).startswith("there is no") else ""
+        raise ConfigError(f"speculative_config: {error}{hint}") from None
+
+
+def plain(config: SpeculativeConfig) -> dict[str, Any]:
+    """The settings as a dictionary that `read_speculative_config` takes."""
+    return asdict(config)
+
+
+def describe_fields() -> str:
+    """What `--help-speculative` prints: methods, and every field with its meaning, default and bounds."""
+    lines = ["speculative_config: a JSON object (or the path of a file of one) with these fields.", ""]
+    for spec in fields(SpeculativeConfig):
+        meta = spec.metadata
+        low, high = meta["low"], meta["high"]
+        bounds = f", {low} to {high}" if low is not None and high is not None and math.isfinite(high) else ""
+        lines.append(f"  {spec.name} (default {json.dumps(spec.default)}{bounds})")
+        lines.append(f"      {meta['help']}")
+        if spec.name == "method":
+            lines += [f"      {name}: {text}" for name, text in METHODS.items()]
+    return "\n".join(lines)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    path = Path(text)
+    if not text.lstrip().startswith("{"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"speculative_config={str(path)!r} is neither a JSON object nor a file that can be read ({error})"
+            ) from None
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"speculative_config is not JSON ({error}): {text[:100]!r}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"speculative_config={text[:100]!r} is not a JSON object")
+    return values

@@ -1,0 +1,119 @@
+"""Drafts in the scheduler, over the pretend model: tokens, counts, limits, blocks."""
+
+import numpy as np
+import pytest
+
+from octavo.sampling_params import SamplingParams
+from tests.engine import simulation as sim
+
+
+def core_with(drafts: int, right: float, adaptive: bool = False, **settings):
+    config = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
+    core = sim.make_core(speculative_config=config, **settings)
+    sim.draft(core, sim.Guesser(right))
+    return core
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_tokens_are_those_of_plain_decoding(right: float, overlap: bool, adaptive: bool):
+    core = core_with(4, right, adaptive, async_scheduling=overlap)
+    prompts = [list(range(i, i + 5 + 9 * i)) for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        core.add(sim.request(f"r{i}", prompt, 30))
+    outputs = sim.run(core)
+    for i, prompt in enumerate(prompts):
+        assert sim.tokens_of(outputs[f"r{i}"]) == sim.expected(prompt, 30)
+    stats = core.stats()
+    assert stats.generation_tokens == 6 * 30
+    if adaptive:
+        return
+    assert stats.spec_draft_tokens > stats.spec_drafts > 0
+    # The last draft may reach beyond the end of the request, where nobody counts it.
+    assert sum(stats.spec_accepted_per_pos) == stats.spec_accepted_tokens
+    if right == 0.0:
+        assert stats.spec_accepted_tokens == 0
+    elif right == 1.0:
+        assert stats.spec_accepted_tokens == stats.spec_draft_tokens
+        assert stats.num_steps < 30
+    else:
+        assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
+
+
+def test_a_request_ends_at_its_limit_or_its_stop_token_within_a_draft():
+    prompt = [1, 2, 3]
+    answer = sim.expected(prompt, 40)
+    stop = next(i for i in range(5, 40) if answer[i] not in answer[:i])
+    for most in (1, 2, 3, 7, 8):
+        core = core_with(8, 1.0)
+        core.add(sim.request("limit", prompt, most))
+        params = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=[answer[stop]])
+        core.add(sim.request("stop", prompt, params=params))
+        outputs = sim.run(core)
+        assert sim.tokens_of(outputs["limit"]) == answer[:most]
+        assert outputs["limit"][-1].finish_reason == "length"
+        assert sim.tokens_of(outputs["stop"]) == answer[: stop + 1]
+        assert outputs["stop"][-1].finish_reason == "stop"
+        assert outputs["stop"][-1].stop_reason == answer[stop]
+
+
+def test_the_context_is_used_to_its_last_token():
+    core = core_with(9, 1.0, max_model_len=40)
+    prompt = list(range(20))
+    core.add(sim.request("r", prompt, 20))
+    assert sim.tokens_of(sim.run(core)["r"]) == sim.expected(prompt, 20)
+
+
+def test_nobody_is_preempted_for_drafts():
+    """Four requests that fill the pool to its last block at their ends."""
+    for drafts in (0, 8):
+        core = sim.make_core(num_blocks=16) if not drafts else core_with(drafts, 0.3, num_blocks=16)
+        for i in range(4):
+            core.add(sim.request(f"r{i}", [i] * 8, 24))
+        outputs = sim.run(core)
+        assert all(sim.tokens_of(outputs[f"r{i}"]) == sim.expected([i] * 8, 24) for i in range(4))
+        assert core.stats().num_preemptions == 0
+
+
+def test_drafts_fit_into_the_budget():
+    core = core_with(8, 0.9, max_num_batched_tokens=10)
+    for i in range(8):
+        core.add(sim.request(f"r{i}", list(range(i, i + 15)), 20))
+    outputs = sim.run(core)
+    assert all(
+        sim.tokens_of(outputs[f"r{i}"]) == sim.expected(list(range(i, i + 15)), 20) for i in range(8)
+    )
+    assert core.executor.largest <= 10
+
+
+def test_log_probabilities_keep_one_entry_per_token():
+    from tests.engine.test_random_mixes import Reporting
+
+    core = core_with(5, 0.8)
+    executor = Reporting(core.config, 64, 200)
+    core.executor = executor
+    core.wrap_stages(None)
+    core._execute = executor.execute
+    params = SamplingParams(max_tokens=25, temperature=0.0, logprobs=0)
+    core.add(sim.request("r", [5, 6], params=params))
+    outputs = sim.run(core)["r"]
+    tokens = sim.tokens_of(outputs)
+    entries = [entry for output in outputs for entry in output.logprobs or []]
+    assert tokens == sim.expected([5, 6], 25)
+    assert [entry.ids[0] for entry in entries] == tokens
+    assert max(len(output.new_token_ids) for output in outputs) > 1
+
+
+def test_blocks_of_judged_drafts_are_shared():
+    """What drafts filled is in the prefix cache, and right: a second request reads it."""
+    core = core_with(6, 0.6, windows=(None, 16))
+    prompt = list(range(30))
+    core.add(sim.request("first", prompt, 40))
+    answer = sim.tokens_of(sim.run(core)["first"])
+    again = prompt + answer
+    core.add(sim.request("second", again, 10))
+    outputs = sim.run(core)["second"]
+    assert sim.tokens_of(outputs) == sim.expected(again, 10)
+    assert outputs[-1].num_cached_tokens == (len(again) - 1) // 8 * 8
+    assert np.all(core.scheduler._slots.in_doubt == 0)
