@@ -244,7 +244,7 @@ class EngineConfig:
     speculative_config: dict[str, Any] | str | None = setting(
         None,
         "Speculative decoding: a JSON object, or the path of a file of one, such as "
-        '{"method": "ngram", "num_speculative_tokens": 5}; `octavo serve --help-speculative` lists the fields.',
+        '{"method": "ngram", "num_speculative_tokens": 5}; `octavo serve --help-speculative` lists all.',
     )
     speculative_model: str | None = setting(None, "Draft model.", only=(None,))
     num_speculative_tokens: int | None = setting(

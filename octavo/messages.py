@@ -139,11 +139,6 @@ class CoreStats(msgspec.Struct):
         resumed_by_copy, resumed_by_compute: preempted requests by how they came back: with blocks copied
             from the host, or with what the device still had and the rest computed.
 
-    Attributes of speculative decoding:
-        spec_drafts: drafts (each of one token or several) that were judged.
-        spec_draft_tokens, spec_accepted_tokens: their tokens, and those that stood.
-        spec_accepted_per_pos: the latter by their place in the draft; empty before the first.
-
     Attributes of memory:
         prefix_cache_evictions: device blocks that lost their key because they were reused.
         graph_bytes: device memory that recorded steps hold.
@@ -405,7 +400,7 @@ class TokenMasks:
 
     Attributes:
         rows: int32 `[m]`, ascending: the plan's `masked`.
-        bits: int32 `[m', ceil(vocab_size / 32)]`, bit v % 32 of word v // 32 for token v; one at least is set.
+        bits: int32 `[k, ceil(vocab_size / 32)]`, bit v % 32 of word v // 32 for token v; at least one is set.
             One mask after another for each row of a request that yields a token: one and one per draft.
     """
 

@@ -32,9 +32,7 @@ class SpeculativeConfig:
         "Draft as many tokens as pay, by measured acceptance and times of steps, down to none; off: always "
         "num_speculative_tokens.",
     )
-    prompt_lookup_min: int = setting(
-        2, "Fewest tokens that must be found again (ngram).", low=1, high=64
-    )
+    prompt_lookup_min: int = setting(2, "Fewest tokens that must be found again (ngram).", low=1, high=64)
     prompt_lookup_max: int = setting(5, "Most tokens that are looked for (ngram).", low=1, high=64)
 
     def __post_init__(self) -> None:
@@ -58,7 +56,7 @@ def read_speculative_config(
 
     Args:
         given: `speculative_config`: fields, JSON text of an object, or the path of a file of such.
-        model, num_tokens: `speculative_model` and `num_speculative_tokens`, which are given beside or without.
+        model, num_tokens: `speculative_model` and `num_speculative_tokens`, given beside it or alone.
 
     Raises:
         ConfigError: an unknown field or method, a bad value, or two values of one field.
@@ -69,7 +67,7 @@ def read_speculative_config(
             continue
         if values.get(name, value) != value:
             raise ConfigError(
-                f"speculative_config has {name}={values[name]!r}, and beside it {value!r} is given: leave one out"
+                f"speculative_config has {name}={values[name]!r}, beside it {value!r} is given: leave one out"
             )
         values[name] = value
     if not values:
@@ -79,7 +77,7 @@ def read_speculative_config(
     if "method" not in values and "model" not in values:
         raise ConfigError(f"speculative_config names no method: give one of {', '.join(METHODS)}")
     try:
-        return make_config(SpeculativeConfig, values)  # type: ignore[no-any-return]
+        return make_config(SpeculativeConfig, values)
     except ConfigError as error:
         names = ", ".join(spec.name for spec in fields(SpeculativeConfig))
         hint = f" (fields: {names})" if str(error).startswith("there is no") else ""
@@ -112,7 +110,7 @@ def _parse(text: str) -> dict[str, Any]:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"speculative_config={str(path)!r} is neither a JSON object nor a file that can be read ({error})"
+                f"speculative_config={str(path)!r} is neither a JSON object nor a readable file ({error})"
             ) from None
     try:
         values = json.loads(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig, add_config_arguments, config_from_args
 from octavo.server.config import ServerConfig
@@ -14,9 +14,20 @@ if TYPE_CHECKING:
 SUMMARY = "serve a model over the OpenAI API"
 
 
+class _HelpSpeculative(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from octavo.speculative_config import describe_fields
+
+        print(describe_fields())
+        parser.exit()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, ServerConfig, "server")
     add_config_arguments(parser, EngineConfig, "engine")
+    parser.add_argument(
+        "--help-speculative", action=_HelpSpeculative, nargs=0, help="list the fields of --speculative-config"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Drafts of running requests: proposed before a step, cut to what may stand and what pays, judged after it."""
+"""Drafts of running requests: proposed before a step, cut to what may stand and pays, judged after it."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ class Drafting:
         self._kinds[slot] = proposal.kind
         return count
 
-    def _grant(
-        self, own: np.ndarray, counts: np.ndarray, rows: int, most: int, seconds: float
-    ) -> np.ndarray:
+    def _grant(self, own: np.ndarray, counts: np.ndarray, rows: int, most: int, seconds: float) -> np.ndarray:
         """How many of each one's drafts are judged, int64 `[n]`."""
         if self._adaptive:
             odds = self._adaptation.acceptance.odds(own, self._kinds[own])

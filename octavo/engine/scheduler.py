@@ -48,7 +48,6 @@ from octavo.messages import (
 )
 from octavo.speculative.proposer import HostProposer
 
-
 # Rows of logits that drafts may bring a step to where fewer requests than that may run.
 _LOGITS_ROWS = 64
 

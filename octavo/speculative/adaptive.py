@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as make tokens come fastest, by what was measured; none where none pay."""
+"""How many tokens to draft: as many as make tokens come fastest, as measured; none where none pay."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Adaptation:
     """Weighs the tokens that drafts are expected to yield against the time that their rows take.
 
     Where drafts don't pay, finding that out again costs time: proposals that nobody judges, and rows that are
-    judged to learn whether it is true yet. A hundredth of all time is set aside for that; while it is used up,
-    nothing is proposed.
+    judged to learn whether it is true yet. A hundredth of all time is set aside for that; while it is
+    used up, nothing is proposed.
 
     Attributes:
         acceptance: what the verifier said.

@@ -40,7 +40,9 @@ class NgramProposer(HostProposer):
                 length += 1
         if length < self._shortest or not len(found):
             return NOTHING
-        whole = np.searchsorted(found, known - most, side="left")  # ends before have `most` tokens behind them
+        whole = np.searchsorted(
+            found, known - most, side="left"
+        )  # ends before have `most` tokens behind them
         end = int(found[whole - 1] if whole else found[0])
         draft = tokens[end + 1 : end + 1 + most]
         return Proposal(draft.copy(), length - self._shortest)

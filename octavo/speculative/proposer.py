@@ -24,7 +24,7 @@ NOTHING = Proposal(np.zeros(0, np.int32), 0)
 
 
 class HostProposer(ABC):
-    """Drafts on the host, from the tokens of requests alone. It cannot change what is generated, only how fast.
+    """Drafts on the host, from the tokens of requests alone; that changes how fast tokens come, never which.
 
     Attributes:
         num_kinds: sorts of proposals, by how likely they are to be right.
@@ -32,10 +32,10 @@ class HostProposer(ABC):
 
     num_kinds: int = 1
 
-    def enter(self, slot: int) -> None:
+    def enter(self, slot: int) -> None:  # noqa: B027 (most keep nothing of a request)
         """A request comes into a slot: what was known of the slot is void."""
 
-    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, done: bool) -> None:
+    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, done: bool) -> None:  # noqa: B027
         """A request leaves its slot, with all its tokens (int32); `done` unless it was preempted."""
 
     @abstractmethod

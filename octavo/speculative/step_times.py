@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-_SIZES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256,
-                   320, 384, 512, 768, 1024, 2048, 4096, 8192])  # fmt: skip
+_SIZES = np.array([
+    *range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768,
+    1024, 2048, 4096, 8192,
+])  # fmt: skip
 _FADE = 0.1  # weight of a new time
 _OUTLIER = 3.0  # a time so many times the known one is a hiccup: it counts as this
 _PRIOR_SLOPE = 0.02  # of one row's time that another row is taken to cost, until that was measured
@@ -48,8 +50,14 @@ class StepTimes:
                 slope = _PRIOR_SLOPE * times[0] / sizes[0]
             last = float(_SIZES[-1])
             if sizes[-1] < last:
-                sizes, times = np.append(sizes, last), np.append(times, times[-1] + slope * (last - sizes[-1]))
+                sizes, times = (
+                    np.append(sizes, last),
+                    np.append(times, times[-1] + slope * (last - sizes[-1])),
+                )
             if sizes[0] > 1:
-                sizes, times = np.insert(sizes, 0, 1.0), np.insert(times, 0, max(times[0] - slope * (sizes[0] - 1), 0.5 * times[0]))
+                sizes, times = (
+                    np.insert(sizes, 0, 1.0),
+                    np.insert(times, 0, max(times[0] - slope * (sizes[0] - 1), 0.5 * times[0])),
+                )
             self._curve = np.interp(np.arange(1, last + 1), sizes, times)
         return self._curve[first - 1 : first - 1 + count]

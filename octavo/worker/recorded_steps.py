@@ -16,10 +16,12 @@ logger = logging.getLogger(__name__)
 # Requests of the largest step that is recorded. Each size takes the memory of its hidden states and logits;
 # beyond some rows the Python between the kernels, the same for any number, doesn't count.
 MOST_REQUESTS = 16
+# Rows of all recordings of steps with drafts together, which come in many shapes; the oldest give way.
+_MOST_DRAFTED_ROWS = 160
 
 
 class RecordedSteps:
-    """Owns the recordings of steps in which every request has one row and samples, by the number of requests.
+    """Owns the recordings of steps of which every row yields a token, by the numbers of requests and rows.
 
     Such a step reads the batch's buffers, which lie where they are; only their contents differ. A model that
     does more than kernels and plain products (experts chosen on the host, attention that has no kernels) is
@@ -29,33 +31,42 @@ class RecordedSteps:
     def __init__(self, model: Any, kv_caches: list[torch.Tensor]):
         self._model = model
         self._kv_caches = kv_caches
-        self._recorded: dict[int, tuple[Recording, torch.Tensor]] = {}
+        # By requests, rows, and the most rows of a request.
+        self._recorded: dict[tuple[int, int, int], tuple[Recording, torch.Tensor]] = {}
         self._refused = False
 
     def takes(self, plan: StepPlan, inputs: StepInputs) -> bool:
         """Whether this is such a step."""
-        n = inputs.num_requests
+        n, rows = inputs.num_requests, plan.total_rows
         return (
             not self._refused
             and n <= MOST_REQUESTS
-            and plan.total_rows == n == len(inputs.sample_requests)
+            and rows == inputs.num_sample_rows
+            and rows <= 2 * MOST_REQUESTS
             and plan.prompt_logprobs is None
         )
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits `[n, vocab]` of filled inputs; the next step of as many requests overwrites them."""
-        recorded = self._recorded.get(inputs.num_requests)
+        """Logits `[rows, vocab]` of filled inputs; overwritten by the next step of as many requests and rows."""
+        key = inputs.num_requests, len(inputs.token_ids), inputs.meta[0].max_query_len
+        recorded = self._recorded.get(key)
         if recorded is not None:
             recording, logits = recorded
             recording.replay()
             return logits
         logits, recording = record(lambda: self._forward(inputs))
         if recording.problem is None:
-            self._recorded[inputs.num_requests] = recording, logits
+            self._recorded[key] = recording, logits
+            self._bound()
         else:
             self._refused = True
             logger.info("decode steps run unrecorded: %s", recording.problem)
         return logits
+
+    def _bound(self) -> None:
+        drafted = [key for key in self._recorded if key[2] > 1]
+        while sum(rows for _, rows, _ in drafted) > _MOST_DRAFTED_ROWS:
+            del self._recorded[drafted.pop(0)]
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         self._model.plan_attention(inputs.meta)

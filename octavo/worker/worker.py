@@ -141,6 +141,11 @@ class Worker:
         source = configured_model(config)
         self.model_config = load_model_config(source, config.model_impl)
         self.pooling = pooling_settings(config, source, self.model_config)
+        if self.pooling is not None and config.speculative is not None:
+            raise ConfigError(
+                f"speculative_config drafts for models that generate, and {source.name} makes embeddings: "
+                "leave it out"
+            )
         check_batch_invariant(config, self.device, self.model_config, self.pooling is not None)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         self.quantization = choose_quantization(
@@ -410,7 +415,9 @@ class Worker:
             vocab_size=self.model_config.vocab_size,
             use_graphs=self._uses_graphs(),
             records=self._records_steps(),
-            max_drafts=0 if self.config.speculative is None else self.config.speculative.num_speculative_tokens,
+            max_drafts=0
+            if self.config.speculative is None
+            else self.config.speculative.num_speculative_tokens,
         )
 
     def _records_steps(self) -> bool:

@@ -81,9 +81,7 @@ def test_drafts_fit_into_the_budget():
     for i in range(8):
         core.add(sim.request(f"r{i}", list(range(i, i + 15)), 20))
     outputs = sim.run(core)
-    assert all(
-        sim.tokens_of(outputs[f"r{i}"]) == sim.expected(list(range(i, i + 15)), 20) for i in range(8)
-    )
+    assert all(sim.tokens_of(outputs[f"r{i}"]) == sim.expected(list(range(i, i + 15)), 20) for i in range(8))
     assert core.executor.largest <= 10
 
 

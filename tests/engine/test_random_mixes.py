@@ -91,7 +91,11 @@ WINDOWS: list[tuple[int | None, ...]] = [
 def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore:
     speculative: dict[str, Any] = {}
     if draw.random() < 0.4:
-        drafts = {"method": "ngram", "num_speculative_tokens": draw.randint(1, 9), "adaptive": draw.random() < 0.3}
+        drafts = {
+            "method": "ngram",
+            "num_speculative_tokens": draw.randint(1, 9),
+            "adaptive": draw.random() < 0.3,
+        }
         speculative = dict(speculative_config=drafts)
     config = EngineConfig(
         block_size=block_size,

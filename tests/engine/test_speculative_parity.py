@@ -1,4 +1,4 @@
-"""Drafts change no token: real models in float32, drafted for and not, with everything that a request can ask."""
+"""Drafts change no token: models in float32, drafted for and not, with everything that a request can ask."""
 
 from __future__ import annotations
 
@@ -59,13 +59,17 @@ def test_greedy_equals_transformers(variant: str, knowing: Knowing):
         check_drafted(llm)
 
 
+# Requests are preempted.
+SMALL = dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         dict(max_num_batched_tokens=7),
         dict(async_scheduling=True),
-        dict(kv_cache_memory_bytes=40 << 10, block_size=8),  # preemption
-        dict(swap_space=0.01, kv_cache_memory_bytes=40 << 10, block_size=8),
+        dict(**SMALL),
+        dict(**SMALL, swap_space=0.01),
         dict(enable_prefix_caching=False),
         dict(attention_backend="torch"),
         dict(enforce_eager=True),
