@@ -47,7 +47,7 @@ class RecordedSteps:
         )
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits `[rows, vocab]` of filled inputs; overwritten by the next step of as many requests and rows."""
+        """Logits `[rows, vocab]` of filled inputs; the next step of this shape overwrites them."""
         key = inputs.num_requests, len(inputs.token_ids), inputs.meta[0].max_query_len
         recorded = self._recorded.get(key)
         if recorded is not None:
