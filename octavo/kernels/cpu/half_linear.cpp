@@ -22,19 +22,18 @@ namespace {
 constexpr int64_t RUN = 256;           // columns of a run at most: its weights and its x stay in the nearest cache
 constexpr int64_t CHUNK_ROWS = 96;     // rows of x of a piece of work
 constexpr int64_t ITEM_BYTES = 65536;  // of weights, likewise
-constexpr int64_t AHEAD = 1024;        // halves that are asked of memory before they are needed: 2 KiB
+constexpr int64_t AHEAD = 2048;        // halves that are asked of memory before they are needed: 4 KiB
+constexpr int64_t APART = RUN + 16;    // floats from row to row of a run of x: an odd number of lines of the cache, so
+                                       // that rows compete for no place, and constant, so that all share one address
 constexpr int MOST = W == 16 ? 12 : 6;  // rows of a tile: what the registers hold
 
-// Adds a run of P panels, `stride` apart, times M rows to sums (`add`: else the run is the first):
+// Adds a run of P panels, `stride` apart, times M rows, APART apart, to sums (`add`: else the run is the first):
 // sums[p][m] at sums + (p * CHUNK_ROWS + m) * PANEL.
 template <class H, int M, int P>
-inline void tile(const uint16_t* w, int64_t stride, const float* x, int64_t x_stride, int64_t n, float* sums,
-                 bool add) {
+inline void tile(const uint16_t* w, int64_t stride, const float* x, int64_t n, float* sums, bool add) {
     vf acc[P][M][2];
     for (int p = 0; p < P; p++)
         for (int m = 0; m < M; m++) acc[p][m][0] = acc[p][m][1] = vf{};
-    const float* rows[M];
-    for (int m = 0; m < M; m++) rows[m] = x + m * x_stride;
 #pragma GCC unroll 2
     for (int64_t k = 0; k < n; k++) {
         for (int p = 0; p < P; p++) {
@@ -42,7 +41,7 @@ inline void tile(const uint16_t* w, int64_t stride, const float* x, int64_t x_st
             vf low, high;
             H::widen(w + k * PANEL + p * stride, low, high);
             for (int m = 0; m < M; m++) {
-                const vf b = rows[m][k] - vf{};
+                const vf b = x[m * APART + k] - vf{};
                 acc[p][m][0] += low * b;
                 acc[p][m][1] += high * b;
             }
@@ -56,26 +55,12 @@ inline void tile(const uint16_t* w, int64_t stride, const float* x, int64_t x_st
             }
 }
 
-// tile for one or two panels: at once while the registers hold both, so that few rows have sums enough in flight.
-template <class H, int M>
-inline void tile_rows(const uint16_t* w, int64_t stride, int panels, const float* x, int64_t x_stride, int64_t n,
-                      float* sums, bool add) {
-    if constexpr (M * 2 <= MOST) {
-        if (panels == 2) return tile<H, M, 2>(w, stride, x, x_stride, n, sums, add);
-        return tile<H, M, 1>(w, stride, x, x_stride, n, sums, add);
-    } else {
-        for (int p = 0; p < panels; p++)
-            tile<H, M, 1>(w + p * stride, 0, x, x_stride, n, sums + p * CHUNK_ROWS * PANEL, add);
-    }
-}
-
-// tile_rows for m rows, at most MOST.
-template <class H, int M = MOST>
-inline void tile_of(int64_t m, const uint16_t* w, int64_t stride, int panels, const float* x, int64_t x_stride,
-                    int64_t n, float* sums, bool add) {
+// tile for m rows, at most M.
+template <class H, int P, int M>
+inline void tile_of(int64_t m, const uint16_t* w, int64_t stride, const float* x, int64_t n, float* sums, bool add) {
     if constexpr (M > 1)
-        if (m < M) return tile_of<H, M - 1>(m, w, stride, panels, x, x_stride, n, sums, add);
-    tile_rows<H, M>(w, stride, panels, x, x_stride, n, sums, add);
+        if (m < M) return tile_of<H, P, M - 1>(m, w, stride, x, n, sums, add);
+    tile<H, M, P>(w, stride, x, n, sums, add);
 }
 
 template <class T>
@@ -88,54 +73,59 @@ struct Product {
     int64_t out_stride;
     int32_t gate;    // -1: none
     uint64_t number;  // of the call
-
-    // Rows first .. last of x in float32, and how far they are apart. Those that had to be widened are this
-    // thread's until it asks for others.
-    const float* widened(int64_t first, int64_t last, int64_t& stride) const;
 };
 
-template <>
-const float* Product<float>::widened(int64_t first, int64_t, int64_t& stride) const {
-    stride = x_stride;
-    return x + first * x_stride;
-}
+// A matrix' columns in runs of about equal length.
+inline int64_t runs_of(int64_t columns) { return (columns + RUN - 1) / RUN; }
+inline int64_t run_start(int64_t columns, int64_t run) { return columns * run / runs_of(columns); }
 
-template <>
-const float* Product<bf16>::widened(int64_t first, int64_t last, int64_t& stride) const {
+// Rows first .. last of x in float32, run by run: row r of a run lies APART r behind its first. They are this
+// thread's until it asks for others.
+template <class T>
+const float* widened(const Product<T>& p, int64_t first, int64_t last) {
     struct Kept {
         std::unique_ptr<float[]> memory;
         int64_t size = 0, first = 0;
         uint64_t number = 0;
     };
     static thread_local Kept kept;
-    const int64_t columns = matrix->columns;
-    // An odd number of lines apart: rows that are a multiple of 4 KiB apart would share few places of the cache.
-    stride = (columns + 15) / 16 * 16 + (columns + 15) / 16 % 2 * 16 + 16;
-    if (kept.number == number && kept.first == first) return kept.memory.get();
-    const int64_t size = (last - first) * stride;
+    if (kept.number == p.number && kept.first == first) return kept.memory.get();
+    const int64_t columns = p.matrix->columns, rows = last - first, size = rows * runs_of(columns) * APART;
     if (kept.size < size) kept.memory.reset(new float[size_t(size)]), kept.size = size;
-    for (int64_t r = first; r < last; r++) {
-        float* to = kept.memory.get() + (r - first) * stride;
-        const bf16* from = x + r * x_stride;
+    float* to = kept.memory.get();
+    for (int64_t run = 0; run < runs_of(columns); run++) {
+        const int64_t k = run_start(columns, run), n = run_start(columns, run + 1) - k;
+        for (int64_t r = first; r < last; r++, to += APART) {
+            const T* from = p.x + r * p.x_stride + k;
 #pragma omp simd
-        for (int64_t k = 0; k < columns; k++) to[k] = to_float(from[k]);
+            for (int64_t i = 0; i < n; i++) to[i] = to_float(from[i]);
+        }
     }
-    kept.number = number, kept.first = first;
+    kept.number = p.number, kept.first = first;
     return kept.memory.get();
 }
 
-// Sums of one or two panels, `stride` apart, for `rows` rows of x.
-template <class H>
-inline void sum_panels(const uint16_t* w, int64_t columns, int64_t stride, int panels, const float* x,
-                       int64_t x_stride, int64_t rows, float* sums) {
-    const int64_t runs = (columns + RUN - 1) / RUN, tiles = (rows + MOST - 1) / MOST;  // of about equal size
-    for (int64_t run = 0; run < runs; run++) {
-        const int64_t k = columns * run / runs, n = columns * (run + 1) / runs - k;
+// Sums of P panels, `stride` apart, for rows of x that are `widened`.
+template <class H, int P>
+inline void sum_panels(const uint16_t* w, int64_t columns, int64_t stride, const float* x, int64_t rows, float* sums) {
+    const int64_t tiles = (rows + MOST - 1) / MOST;  // of about equal size
+    for (int64_t run = 0; run < runs_of(columns); run++, x += rows * APART) {
+        const int64_t k = run_start(columns, run), n = run_start(columns, run + 1) - k;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t r = rows * t / tiles, m = rows * (t + 1) / tiles - r;
-            tile_of<H>(m, w + k * PANEL, stride, panels, x + r * x_stride + k, x_stride, n, sums + r * PANEL, run > 0);
+            tile_of<H, P, MOST / P>(m, w + k * PANEL, stride, x + r * APART, n, sums + r * PANEL, run > 0);
         }
     }
+}
+
+// Two panels at once while the registers hold both, so that few rows have sums enough in flight; else one after the
+// other, each from front to back.
+template <class H>
+inline void sum_panels(const uint16_t* w, int64_t columns, int64_t stride, int panels, const float* x, int64_t rows,
+                       float* sums) {
+    if (panels == 2 && 2 * rows <= MOST) return sum_panels<H, 2>(w, columns, stride, x, rows, sums);
+    for (int p = 0; p < panels; p++)
+        sum_panels<H, 1>(w + p * stride, columns, 0, x, rows, sums + p * CHUNK_ROWS * PANEL);
 }
 
 template <class T>
@@ -172,20 +162,20 @@ void multiply(const Product<T>& p, int64_t rows, int64_t threads) {
     const int64_t columns = p.matrix->columns, size = columns * PANEL;
     const bool gated = p.gate >= 0;
     const int64_t half = p.matrix->rows / 2, panels = half_panels(gated ? half : p.matrix->rows);
-    // Panels go in pairs: neighbours, or a gate's and its partner.
-    const int64_t pairs = gated ? panels : (panels + 1) / 2, stride = gated ? half / PANEL * size : size;
-    const int64_t at_once = std::max<int64_t>(1, ITEM_BYTES / (4 * size));
+    // Panels go in pairs: neighbours, or a gate's and its partner. Few go one by one, for equal shares.
+    const int unit = gated || panels >= 16 * threads ? 2 : 1;
+    const int64_t pairs = gated ? panels : (panels + unit - 1) / unit, stride = gated ? half / PANEL * size : size;
+    const int64_t at_once = std::max<int64_t>(1, ITEM_BYTES / (2 * unit * size));
     const int64_t pieces = (pairs + at_once - 1) / at_once, chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
     parallel_for(pieces * chunks, threads, [&](int64_t item) {
         alignas(64) float sums[2 * CHUNK_ROWS * PANEL];
         const int64_t chunk = item / pieces, first = rows * chunk / chunks, last = rows * (chunk + 1) / chunks;
         const int64_t begin = item % pieces * at_once, end = std::min(pairs, begin + at_once);
-        int64_t x_stride;
-        const float* x = p.widened(first, last, x_stride);
+        const float* x = widened(p, first, last);
         for (int64_t pair = begin; pair < end; pair++) {
-            const int64_t panel = gated ? pair : 2 * pair;
-            const int both = gated || panel + 1 < panels ? 2 : 1;
-            sum_panels<H>(p.matrix->data + panel * size, columns, stride, both, x, x_stride, last - first, sums);
+            const int64_t panel = gated ? pair : unit * pair;
+            const int both = gated || panel + unit <= panels ? unit : 1;
+            sum_panels<H>(p.matrix->data + panel * size, columns, stride, both, x, last - first, sums);
             if (p.gate == SILU) {
                 finish_gated<Silu>(p, sums, first, last, panel);
             } else if (gated) {
