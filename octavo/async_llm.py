@@ -6,7 +6,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -15,8 +17,17 @@ from octavo.engine.client import CoreClient, ProcessClient
 from octavo.engine.embedding_input import EmbeddingInput
 from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
+from octavo.engine.mailbox import Mailbox
 from octavo.engine.output_processor import OutputProcessor
-from octavo.errors import ConfigError, EngineAsleepError, EngineDeadError, RequestError, RequestFailedError
+from octavo.engine.restarts import RestartBudget
+from octavo.errors import (
+    ConfigError,
+    EngineAsleepError,
+    EngineDeadError,
+    EngineRestartingError,
+    RequestError,
+    RequestFailedError,
+)
 from octavo.messages import (
     AbortRequests,
     AddRequests,
@@ -36,11 +47,15 @@ from octavo.messages import (
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _Item = RequestOutput | EmbeddingRequestOutput | Exception
 _Answer = TypeVar("_Answer")
+_DELTA = RequestOutputKind.DELTA
+_RESTART_PAUSE = 1.0  # seconds between attempts
 _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
 
 
@@ -88,6 +103,7 @@ class AsyncLLM:
         config: EngineConfig,
         loop: asyncio.AbstractEventLoop,
         abandoned: threading.Event | None = None,
+        restart_engine: bool = False,
     ):
         """Start the engine; blocks until the model is loaded (`create` does so off the loop)."""
         self.config = config
@@ -101,7 +117,7 @@ class AsyncLLM:
             else EmbeddingOutputs()
         )
         self._lock = threading.Lock()  # guards _outputs, _queues and _stats
-        self._queues: dict[str, asyncio.Queue[_Item]] = {}
+        self._queues: dict[str, Mailbox[_Item]] = {}
         self._profiles: _Question[ProfileStatus] = _Question()
         self._kv_maps: _Question[KVMap] = _Question()
         self._sleeps: _Question[SleepStatus] = _Question()
@@ -110,18 +126,26 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-input")
-        self._client: CoreClient = ProcessClient(
-            self._processor.config, self._on_outputs, self._on_death, abandoned
-        )
+        self._abandoned = abandoned or threading.Event()
+        self._restarts = RestartBudget() if restart_engine else None
+        self._restarter: threading.Thread | None = None
+        self._sent_twice: set[str] = set()  # requests that a restarted engine was given again
+        self._client: CoreClient = self._start_engine()
         self._processor.facts = self._client.facts
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
 
     @classmethod
-    async def create(cls, config: EngineConfig | str | None = None, **settings: Any) -> AsyncLLM:
+    async def create(
+        cls, config: EngineConfig | str | None = None, *, restart_engine: bool = False, **settings: Any
+    ) -> AsyncLLM:
         """Start an engine and wait until it is ready. Cancelling it ends the engine's process at once.
 
         Args:
             config: all settings; or the model, with further `settings` as for `LLM`.
+            restart_engine: start the engine's process again if it ends by itself, at most
+                `octavo.engine.restarts.MOST_RESTARTS` times in `WINDOW` seconds. Requests of which nothing
+                has been told are run again then, once; others end with an `EngineRestartingError`, as do
+                those that come meanwhile.
 
         Raises:
             ConfigError, ModelError: it cannot be started; one line says why.
@@ -132,7 +156,7 @@ class AsyncLLM:
             raise ConfigError(f"{next(iter(settings))} is given beside an EngineConfig: set it there")
         abandoned = threading.Event()
         try:
-            return await asyncio.to_thread(cls, config, asyncio.get_running_loop(), abandoned)
+            return await asyncio.to_thread(cls, config, asyncio.get_running_loop(), abandoned, restart_engine)
         except asyncio.CancelledError:
             abandoned.set()
             raise
@@ -276,7 +300,7 @@ class AsyncLLM:
         items = self._queues.get(request_id)
         if items is not None:
             self._end(request_id, items)
-            items.put_nowait(RequestFailedError(f"request {request_id} was aborted"))
+            items.put(RequestFailedError(f"request {request_id} was aborted"))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks."""
@@ -396,37 +420,49 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         for request_id in list(self._queues):
             await self.abort(request_id)
+        self._abandoned.set()  # a restart
+        if self._restarter is not None:
+            await asyncio.to_thread(self._restarter.join)
+        self._dead = self._dead or EngineDeadError("the engine is shut down")
         await asyncio.to_thread(self._client.close)
         self._pool.shutdown(wait=False)
-        self._dead = self._dead or EngineDeadError("the engine is shut down")
 
     @property
     def makes_embeddings(self) -> bool:
         """Whether the model makes embeddings, and no texts."""
         return self._processor.pooling is not None
 
-    def _start(self, prepared: PreparedRequest | PreparedEmbedding) -> asyncio.Queue[_Item]:
+    def _start(self, prepared: PreparedRequest | PreparedEmbedding) -> Mailbox[_Item]:
         self._check_awake()
-        items: asyncio.Queue[_Item] = asyncio.Queue()
+        merges = isinstance(prepared, PreparedRequest) and prepared.params.output_kind == _DELTA
+        items: Mailbox[_Item] = Mailbox(merges)
         with self._lock:
+            if self._dead is not None:
+                raise self._dead
             if prepared.request_id in self._outputs:
                 raise RequestError(
                     f"request_id {prepared.request_id!r} is in use: choose another", "request_id"
                 )
             self._outputs.add(cast("Any", prepared))
             self._queues[prepared.request_id] = items
+            client = self._client  # another one, from here on, is sent the request by the restart
         try:
-            self._client.send(AddRequests(prepared.choices))
+            client.send(AddRequests(prepared.choices))
+        except EngineDeadError:
+            if self._restarts is None:
+                self._end(prepared.request_id, items)
+                raise
         except Exception:
             self._end(prepared.request_id, items)
             raise
         return items
 
-    def _end(self, request_id: str, items: asyncio.Queue[_Item]) -> None:
+    def _end(self, request_id: str, items: Mailbox[_Item]) -> None:
         with self._lock:
             if self._queues.get(request_id) is not items:
                 return
             del self._queues[request_id]
+            self._sent_twice.discard(request_id)
             left = self._outputs.discard(request_id)
         if left:
             with contextlib.suppress(EngineDeadError):
@@ -438,7 +474,7 @@ class AsyncLLM:
         with self._lock:
             self._stats = news.stats
             results, stopped = self._outputs.process(news.outputs)
-            ready: list[tuple[asyncio.Queue[_Item], _Item]] = []
+            ready: list[tuple[Mailbox[_Item], _Item]] = []
             for output, error in results:
                 items = self._queues.get(output.request_id)
                 if items is not None:
@@ -456,25 +492,72 @@ class AsyncLLM:
             self._tell(self._sleeps, news.sleep)
 
     def _on_death(self, error: EngineDeadError) -> None:
+        restarts = self._restarts is not None and not self._abandoned.is_set() and self._restarts.take()
+        if restarts:
+            logger.error("%s; it is started again", error)
+            error = EngineRestartingError(f"{error} and is being started again: send the request once more")
         with self._lock:
             self._dead = error
-            waiting = list(self._queues.values())
-        self._hand_over([(items, error) for items in waiting])
+            lost = {i: m for i, m in self._queues.items() if not restarts or not self._resendable(i)}
+        self._hand_over([(items, error) for items in lost.values()])
         self._tell(self._profiles, error)
         self._tell(self._kv_maps, error)
         self._tell(self._sleeps, error)
+        if restarts:
+            self._restarter = threading.Thread(target=self._restart, name="octavo-restart")
+            self._restarter.start()
+
+    def _resendable(self, request_id: str) -> bool:
+        """Whether a request may be run from its start: nobody has seen any of it, for the first time."""
+        return request_id not in self._sent_twice and bool(self._outputs.untouched(request_id))
+
+    def _start_engine(self) -> CoreClient:
+        return ProcessClient(self._processor.config, self._on_outputs, self._on_death, self._abandoned)
+
+    # ---- on a thread of its own -----------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Start the engine's process again and give it the requests that are left."""
+        assert self._restarts is not None
+        self._client.close()
+        while True:
+            try:
+                client = self._start_engine()
+                break
+            except Exception as error:
+                if self._abandoned.is_set() or not self._restarts.take():
+                    dead = EngineDeadError(f"the engine core cannot be started again: {error}")
+                    with self._lock:
+                        self._dead = dead
+                        waiting = list(self._queues.values())
+                    self._hand_over([(items, dead) for items in waiting])
+                    return
+                logger.error("the engine core cannot be started again: %s; once more", error)
+                time.sleep(_RESTART_PAUSE)
+        with self._lock:
+            self._client, self._dead, self._asleep = client, None, False
+            self._processor.facts = client.facts
+            self._stats = CoreStats(kv_blocks_total=client.facts.num_blocks)
+            names = [request_id for request_id in self._queues if self._resendable(request_id)]
+            left = [core for request_id in names for core in self._outputs.untouched(request_id)]
+            self._sent_twice.update(names)
+            with contextlib.suppress(EngineDeadError):  # which the next restart sees to
+                client.send(AddRequests(left))
+        logger.info("the engine has been started again; %d choices are run from their start", len(left))
+
+    # ---- to the loop ----------------------------------------------------------------------------
 
     def _tell(self, question: _Question[Any], answer: object) -> None:
         """Hand an answer to whoever waits for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(question.answers.put_nowait, answer)
 
-    def _hand_over(self, items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+    def _hand_over(self, items: list[tuple[Mailbox[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""
 
         def put() -> None:
             for waiting, item in items:
-                waiting.put_nowait(item)
+                waiting.put(item)
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(put)

@@ -32,5 +32,9 @@ class EngineAsleepError(OctavoError):
     """The engine sleeps; it takes requests again once it is woken up."""
 
 
+class EngineRestartingError(EngineDeadError):
+    """The engine core has stopped and is being started again; what it was computing is lost."""
+
+
 class RequestFailedError(OctavoError):
     """A request was accepted but could not be finished (a step failed); others are unaffected."""

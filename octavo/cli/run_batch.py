@@ -113,7 +113,7 @@ async def _run(
 
             return await run_batch(service, source, output, concurrency, on_result)
     finally:
-        service.text.close()
+        service.close()
         await engine.shutdown(0.0)
 
 

@@ -42,6 +42,6 @@ def run(args: argparse.Namespace) -> int:
     async def create_engine() -> AsyncLLM:
         from octavo.async_llm import AsyncLLM
 
-        return await AsyncLLM.create(engine_config)
+        return await AsyncLLM.create(engine_config, restart_engine=config.restart_engine)
 
     return serve(create_engine, config)

@@ -210,5 +210,5 @@ class ProcessClient(CoreClient):
             return
         if reason is None:
             reason = message.message if isinstance(message, Fatal) else f"exit code {self._process.wait()}"
-        self._dead = EngineDeadError(f"the engine core has ended ({reason}): restart the server")
+        self._dead = EngineDeadError(f"the engine core has ended ({reason})")
         on_death(self._dead)

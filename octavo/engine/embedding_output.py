@@ -55,6 +55,11 @@ class EmbeddingOutputs:
             return []
         return [prepared.core.request_id]
 
+    def untouched(self, request_id: str) -> list[CoreRequest]:
+        """What the core was sent for a text; empty if it has ended."""
+        prepared = self._live.get(request_id)
+        return [] if prepared is None else prepared.choices
+
     def process(
         self, outputs: Iterable[CoreOutput]
     ) -> tuple[list[tuple[EmbeddingRequestOutput, OctavoError | None]], list[str]]:

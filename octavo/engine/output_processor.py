@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from octavo.engine.input_processor import PreparedRequest
 from octavo.errors import OctavoError, RequestError, RequestFailedError
-from octavo.messages import CoreOutput, RequestMetrics, TokenLogprobs
+from octavo.messages import CoreOutput, CoreRequest, RequestMetrics, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.sampling_params import RequestOutputKind
 from octavo.tokenization.stop import TextStream
 from octavo.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -90,6 +93,13 @@ class OutputProcessor:
             return []
         return [c.core_id for c in live.choices if self._by_core_id.pop(c.core_id, None)]
 
+    def untouched(self, request_id: str) -> list[CoreRequest]:
+        """What the core was sent for a request of which it has told nothing yet; empty if it has."""
+        live = self._live.get(request_id)
+        if live is None or any(c.token_ids or c.finish_reason for c in live.choices):
+            return []
+        return live.prepared.choices
+
     def process(
         self, outputs: Iterable[CoreOutput]
     ) -> tuple[list[tuple[RequestOutput, OctavoError | None]], list[str]]:
@@ -106,7 +116,14 @@ class OutputProcessor:
             if entry is None:  # ended by a stop string, or given up by the user
                 continue
             live, choice = entry
-            result = self._digest(live, choice, output, stopped)
+            try:
+                result = self._digest(live, choice, output, stopped)
+            except Exception as error:  # of its tokenizer, say; the others' news are as good as ever
+                logger.exception("the news of request %s cannot be taken in", live.prepared.request_id)
+                stopped += self.discard(live.prepared.request_id)
+                failed = RequestFailedError(f"the text could not be made: {type(error).__name__}: {error}")
+                results.append((self._output(live, [], True), failed))
+                continue
             if result is not None:
                 results.append((result, live.error))
         return results, stopped

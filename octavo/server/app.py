@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import contextlib
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.server.access_log import REQUEST_ID, AccessLogMiddleware
+from octavo.server.api_keys import ApiKeys
 from octavo.server.endpoints import Operation, not_found, operations
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.parsing import decode_body, read_body
@@ -33,9 +34,8 @@ def build_app(service: Service) -> ASGIApp:
     ]
     routes += [Route(path, _Refusal(405)) for path in paths.values()]
     app: ASGIApp = Router(routes, redirect_slashes=False, default=_Refusal(404))
-    keys = service.config.all_api_keys()
-    if keys:
-        app = _KeyMiddleware(app, keys, offered)
+    if service.keys.wanted:
+        app = _KeyMiddleware(app, service.keys, offered)
     if service.config.allowed_origins:
         # Outermost: a preflight request carries no key.
         app = CORSMiddleware(
@@ -46,7 +46,22 @@ def build_app(service: Service) -> ASGIApp:
         )
     if service.tracer is not None:
         app = with_trace_headers(app)
-    return service.metrics.http.counting(app, paths)
+    app = service.metrics.http.counting(app, paths)
+    if service.access_log is not None:
+        app = AccessLogMiddleware(app, service.access_log)
+    return app
+
+
+class LoadingGate:
+    """The application while there is no engine yet: it answers 503 to all, and then is the real one."""
+
+    app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        else:
+            await _LOADING.response()(scope, receive, send)
 
 
 class _Refusal:
@@ -87,6 +102,9 @@ class _Endpoint:
         except Exception as error:
             await as_api_error(error).response()(scope, receive, send)
             return
+        given = getattr(body, "request_id", None)
+        if isinstance(given, str):
+            scope[REQUEST_ID] = given
         work = self._answer(scope, receive, send, body)
         if operation.request is not None:
             await run_while_connected(work, receive)
@@ -98,24 +116,40 @@ class _Endpoint:
         job = asyncio.current_task()
         assert job is not None
         response: Any = None
+        timer: asyncio.TimerHandle | None = None
         if self._operation.generates:
             service.jobs.add(job)
+            if (limit := service.config.request_timeout) is not None:
+                timer = asyncio.get_running_loop().call_later(limit, service.end, job, _timed_out(limit))
         try:
             response = await self._operation.handler(service, scope, body)
             await response(scope, receive, send)
         except asyncio.CancelledError:
-            if job not in service.expired:
+            error = service.ended.get(job)
+            if error is None:
                 raise
-            await _fail(response, _EXPIRED, scope, receive, send)
+            # A client that does not read cannot be told.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_fail(response, error, scope, receive, send), _TELLING_SECONDS)
         except Exception as error:
             await _fail(response, as_api_error(error), scope, receive, send)
         finally:
+            if timer is not None:
+                timer.cancel()
             service.jobs.discard(job)
+            service.ended.pop(job, None)
 
 
-_EXPIRED = ApiError(
-    503, "the server shut down before the request was finished: send it to another one", code="shutting_down"
+_TELLING_SECONDS = 2.0
+_LOADING = ApiError(
+    503, "the model is being loaded: send the request later", code="loading", headers={"retry-after": "5"}
 )
+
+
+def _timed_out(limit: float) -> ApiError:
+    return ApiError(
+        504, f"the request was not finished within {limit:g} s (--request-timeout)", code="request_timeout"
+    )
 
 
 async def _fail(response: Any, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,10 +162,9 @@ async def _fail(response: Any, error: ApiError, scope: Scope, receive: Receive, 
 class _KeyMiddleware:
     """Asks for an API key on every path but the open ones."""
 
-    def __init__(self, app: ASGIApp, keys: list[str], offered: tuple[Operation, ...]):
+    def __init__(self, app: ASGIApp, keys: ApiKeys, offered: tuple[Operation, ...]):
         self._app = app
-        # Digests have one length, so that the time of a comparison tells nothing about a key.
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = keys
         self._open = {operation.path for operation in offered if operation.open}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,10 +185,4 @@ class _KeyMiddleware:
             if name == b"authorization":
                 scheme, _, key = value.partition(b" ")
                 given = key.strip() if scheme.lower() == b"bearer" else b""
-        digest = _digest(given)
-        # Every key is compared, so that the time does not tell which one came near.
-        return any([hmac.compare_digest(digest, known) for known in self._digests])
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        return self._keys.allow(given)

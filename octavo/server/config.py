@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
@@ -30,8 +29,12 @@ class ServerConfig:
     api_key: list[str] | None = setting(
         None,
         f"Keys of which clients must send one as `Authorization: Bearer KEY`; {API_KEY_VARIABLE} adds one. "
-        "/health, /ping and the page without its figures stay open.",
+        "/health, /ready, /ping and the page without its figures stay open.",
         secret=True,
+    )
+    api_key_file: str | None = setting(
+        None,
+        "File of further keys, one a line (# begins a comment). SIGHUP makes the server read it again.",
     )
     allowed_origins: list[str] | None = setting(
         None, "Web origins whose pages may call the server (CORS), `*` for all. By default none."
@@ -46,6 +49,24 @@ class ServerConfig:
         "gives way. 0: none are stored.",
         low=0,
         unit="bytes",
+    )
+    max_num_queued_reqs: int | None = setting(
+        None,
+        "Most choices that may wait for a place in the batch; further requests are refused with 503 and "
+        "Retry-After. By default any number.",
+        low=0,
+    )
+    request_timeout: float | None = setting(
+        None,
+        "Seconds that a request may take from its arrival to the end of its answer; then it is ended, with "
+        "504 or, in a stream, an error event. By default any time.",
+        low=0.001,
+        high=86400.0,
+    )
+    restart_engine: bool = setting(
+        False,
+        "Start the engine's process again if it ends by itself, at most 3 times in 10 minutes. Requests of "
+        "which nothing has been sent are run again then, once; others end with an error.",
     )
     strict_fields: bool = setting(
         False,
@@ -96,7 +117,11 @@ class ServerConfig:
         "Address of an OTLP/HTTP receiver, such as http://127.0.0.1:4318/v1/traces, that gets a span per "
         "request. Needs `pip install 'octavo[otel]'`.",
     )
-    access_log: bool = setting(False, "Log a line per request.")
+    access_log: str | None = setting(
+        None,
+        "File to which a line of JSON is written per request, with its id and without its contents; - for "
+        "standard output. SIGHUP makes the server open it again.",
+    )
     ssl_keyfile: str | None = setting(None, "Private key file, to serve HTTPS.")
     ssl_certfile: str | None = setting(None, "Certificate file, to serve HTTPS.")
 
@@ -112,10 +137,3 @@ class ServerConfig:
 
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)  # before a model is loaded
-
-    def all_api_keys(self) -> list[str]:
-        """Keys from the settings and the environment."""
-        keys = list(self.api_key or [])
-        if os.environ.get(API_KEY_VARIABLE):
-            keys.append(os.environ[API_KEY_VARIABLE])
-        return keys

@@ -91,7 +91,10 @@ async def embed_all(
 
     Raises:
         RequestError, RequestFailedError, EngineDeadError: as the engine's `embed`.
+        ApiError: 503 where too many wait.
     """
+    service.check_queue()
+    service.unfinished += len(prompts)
     tasks = [
         asyncio.ensure_future(
             service.engine.embed(
@@ -103,6 +106,7 @@ async def embed_all(
     try:
         return await asyncio.gather(*tasks)
     finally:
+        service.unfinished -= len(prompts)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

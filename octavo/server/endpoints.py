@@ -187,8 +187,12 @@ async def _model(service: Service, scope: Scope, body: None) -> AsgiResponse:
 
 
 async def _health(service: Service, scope: Scope, body: None) -> AsgiResponse:
-    service.check_accepting()
     await service.engine.check_health()
+    return json_response(StatusResponse("draining" if service.draining else "ok"))
+
+
+async def _ready(service: Service, scope: Scope, body: None) -> AsgiResponse:
+    await service.check_ready()
     return json_response(StatusResponse())
 
 
@@ -231,9 +235,7 @@ async def _stop_profile(service: Service, scope: Scope, body: None) -> AsgiRespo
 async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:
     from octavo.server.openapi import openapi_document
 
-    document = openapi_document(
-        operations(service.engine.config, service.config), bool(service.config.all_api_keys())
-    )
+    document = openapi_document(operations(service.engine.config, service.config), service.keys.wanted)
     return Response(
         msgspec.json.encode(document),
         media_type="application/json",
@@ -323,8 +325,16 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "GET",
         "/health",
-        "Whether requests can be served (200) or not (503).",
+        "Whether the server and its engine live (200) or not (503).",
         _health,
+        response=StatusResponse,
+        open=True,
+    ),
+    Operation(
+        "GET",
+        "/ready",
+        "Whether new requests are served (200) or not (503): while loading, shutting down, or engineless.",
+        _ready,
         response=StatusResponse,
         open=True,
     ),

@@ -7,7 +7,13 @@ import logging
 import msgspec
 from starlette.responses import Response
 
-from octavo.errors import EngineAsleepError, EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import (
+    EngineAsleepError,
+    EngineDeadError,
+    EngineRestartingError,
+    RequestError,
+    RequestFailedError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +79,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return bad_request(str(error), error.param)
+    if isinstance(error, EngineRestartingError):
+        return ApiError(503, str(error), code="engine_restarting", headers={"retry-after": "10"})
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"the engine has stopped: {error}; restart the server", code="engine_dead")
     if isinstance(error, EngineAsleepError):

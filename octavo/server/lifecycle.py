@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import uvicorn
 
 from octavo.errors import ConfigError
-from octavo.server.app import build_app
+from octavo.server.access_log import AccessLog
+from octavo.server.api_keys import ApiKeys
+from octavo.server.app import LoadingGate, build_app
 from octavo.server.config import ServerConfig
 from octavo.server.service import Engine, Service
 
@@ -80,26 +82,58 @@ async def _serve(
     create_engine: Callable[[], Awaitable[Engine]], config: ServerConfig, sock: socket.socket
 ) -> int:
     loop = asyncio.get_running_loop()
+    keys = ApiKeys(config)
+    access_log = None if config.access_log is None else AccessLog(config.access_log)
+    gate = LoadingGate()
+    server = _Server(_uvicorn_config(gate, config))
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     starting = asyncio.ensure_future(create_engine())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, starting.cancel)
+    await asyncio.wait((starting, serving), return_when=asyncio.FIRST_COMPLETED)
     try:
+        if serving.done():
+            starting.cancel()
         engine = await starting
     except asyncio.CancelledError:
-        logger.info("stopped while the model was loading")
-        return 0
-    service = Service(engine, config)
-    server = _Server(_uvicorn_config(service))
-    shutdown = _Shutdown(service, server)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, shutdown.signal)
+        if not serving.done():
+            logger.info("stopped while the model was loading")
+        return await _stop(server, serving, config)
+    except BaseException:
+        await _stop(server, serving, config)
+        raise
     try:
-        await server.serve(sockets=[sock])
+        service = Service(engine, config, keys, access_log)
+        gate.app = build_app(service)
+        shutdown = _Shutdown(service, server)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, shutdown.signal)
+        if config.api_key_file is not None or access_log is not None:
+            loop.add_signal_handler(signal.SIGHUP, service.reload)
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        _tell_ready(sock, server.config.is_ssl)
+        try:
+            await serving
+        finally:
+            service.close()
+    finally:
+        await _stop(server, serving, config)
+        await engine.shutdown(0.0)
+    return 0
+
+
+async def _stop(server: _Server, serving: asyncio.Future[None], config: ServerConfig) -> int:
+    """Close the port; the exit code.
+
+    Raises:
+        ConfigError: it could not be opened.
+    """
+    server.should_exit = True
+    try:
+        await serving
     except OSError as error:
         raise _cannot_bind(config, error) from None
-    finally:
-        service.text.close()
-        await engine.shutdown(0.0)
     return 0
 
 
@@ -142,17 +176,15 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            scheme = "https" if self.config.is_ssl else "http"
-            shown = f"[{host}]" if ":" in host else host
-            print(f"Octavo is ready: {scheme}://{shown}:{port}/v1", flush=True)
+
+def _tell_ready(sock: socket.socket, is_ssl: bool) -> None:
+    """Write the line that says where requests are taken."""
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"Octavo is ready: {'https' if is_ssl else 'http'}://{shown}:{port}/v1", flush=True)
 
 
-def _uvicorn_config(service: Service) -> uvicorn.Config:
-    config = service.config
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     options: dict[str, Any] = {}
     if config.ssl_certfile or config.ssl_keyfile:
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -163,12 +195,12 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
                 )
             options[name] = path
     return uvicorn.Config(
-        build_app(service),
+        app,
         http=_http_protocol(),
         lifespan="off",
         log_config=None,
-        log_level="info" if config.access_log else "warning",
-        access_log=config.access_log,
+        log_level="warning",
+        access_log=False,
         server_header=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT,
         **options,

@@ -123,6 +123,6 @@ def _possible_errors(operation: Operation, needs_key: bool) -> list[str]:
     if needs_key and not operation.open:
         errors.append("401")
     errors.append("500")
-    if operation.generates or operation.path in ("/health", "/ping"):
+    if operation.generates or operation.path in ("/health", "/ready", "/ping"):
         errors.append("503")
     return sorted(errors)

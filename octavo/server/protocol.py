@@ -509,6 +509,6 @@ class ProfileResponse(Struct):
 
 
 class StatusResponse(Struct):
-    """Answer of GET /health and /ping while the server takes requests."""
+    """Answer of GET /health, /ready and /ping while all is well; `draining` while the server shuts down."""
 
-    status: Literal["ok"] = field(default="ok")
+    status: Literal["ok", "draining"] = field(default="ok")

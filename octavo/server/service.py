@@ -9,11 +9,14 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
+from octavo.errors import EngineAsleepError
 from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus, SleepStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
+from octavo.server.access_log import AccessLog
+from octavo.server.api_keys import ApiKeys
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics, RequestRecord, cache_labels
@@ -94,14 +97,27 @@ class Engine(Protocol):
     async def shutdown(self, drain_timeout: float) -> None: ...
 
 
+_SHUT_DOWN = ApiError(
+    503, "the server shut down before the request was finished: send it to another one", code="shutting_down"
+)
+_MOST_NEWS = 4  # batches of results that wait for a slow reader of many prompts, each
+
+
 class Service:
     """The state of one server.
 
-    `jobs` holds the tasks of requests that the engine is answering; `expired` those among them that
-    the shutdown ended, whose clients are told so.
+    `jobs` holds the tasks of requests that the engine is answering; `ended` those among them that the
+    server itself ends, with what their clients are told. `unfinished` counts choices that the engine has.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig):
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        keys: ApiKeys | None = None,
+        access_log: AccessLog | None = None,
+    ):
+        """`keys`: those of the settings, if they have been read already."""
         self.engine = engine
         self.config = config
         self.names = list(config.served_model_name or [engine.config.model or engine.model_name])
@@ -128,9 +144,12 @@ class Service:
         endpoint = config.otlp_traces_endpoint
         self.tracer = RequestTracer(check_endpoint(endpoint), self.names[0]) if endpoint else None
         self.jobs: set[asyncio.Task[None]] = set()
-        self.expired: set[asyncio.Task[None]] = set()
+        self.ended: dict[asyncio.Task[None], ApiError] = {}
+        self.unfinished = 0
         self.draining = False
         self.page_state = Cached(0.5)
+        self.keys = keys or ApiKeys(config)
+        self.access_log = access_log
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with for the model that a request names (none: the first).
@@ -151,7 +170,11 @@ class Service:
         return name
 
     def check_accepting(self) -> None:
-        """Raises: ApiError: 503 while the server shuts down."""
+        """Whether a request may be begun.
+
+        Raises:
+            ApiError: 503 while the server shuts down, or where as many choices wait as may.
+        """
         if self.draining:
             raise ApiError(
                 503,
@@ -159,6 +182,43 @@ class Service:
                 code="shutting_down",
                 headers={"connection": "close", "retry-after": "5"},
             )
+        self.check_queue()
+
+    def check_queue(self) -> None:
+        """Raises: ApiError: 503 where as many choices wait as may."""
+        most = self.config.max_num_queued_reqs
+        if most is None or self.unfinished == 0:
+            return
+        stats = self.engine.stats()
+        # What the engine tells may be a step old; what was sent since is in the count.
+        places = stats.num_running if stats.num_waiting else self.engine.config.max_num_seqs
+        waiting = self.unfinished - max(places, 1)
+        if waiting >= most:
+            raise ApiError(
+                503,
+                f"{waiting} choices wait already, and max_num_queued_reqs={most}: send the request "
+                "later, or to another server",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    async def check_ready(self) -> None:
+        """Whether new requests would be served.
+
+        Raises:
+            ApiError, EngineAsleepError, EngineDeadError: 503, with the reason.
+        """
+        if self.draining:
+            self.check_accepting()
+        await self.engine.check_health()
+        if self.engine.is_sleeping:
+            raise EngineAsleepError("the engine sleeps: wake it up, or send requests to another server")
+
+    def end(self, job: asyncio.Task[None], error: ApiError) -> None:
+        """End a request from here; its client is told the error."""
+        if job in self.jobs and job not in self.ended:
+            self.ended[job] = error
+            job.cancel()
 
     async def drain(self, timeout: float, hurry: asyncio.Event) -> None:
         """Refuse new requests; give the others `timeout` seconds, or until `hurry`; then end them."""
@@ -166,11 +226,23 @@ class Service:
         until = time.monotonic() + timeout
         while self.jobs and not hurry.is_set() and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        self.expired = set(self.jobs)
-        for job in self.expired:
-            job.cancel()
-        if self.expired:
-            await asyncio.wait(self.expired, timeout=5.0)
+        left = set(self.jobs)
+        for job in left:
+            self.end(job, _SHUT_DOWN)
+        if left:
+            await asyncio.wait(left, timeout=5.0)
+
+    def reload(self) -> None:
+        """Read the API keys' file and open the access log again."""
+        self.keys.reload()
+        if self.access_log is not None:
+            self.access_log.reopen()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.text.close()
+        if self.access_log is not None:
+            self.access_log.close()
 
     def results(
         self,
@@ -184,7 +256,11 @@ class Service:
         """Run one or many prompts; yields what is new as (prompt index, result) pairs.
 
         Closing the generator aborts what still runs. The first error of any prompt ends all.
+
+        Raises:
+            ApiError: 503 where too many wait.
         """
+        self.check_queue()
         if len(prompts) == 1:
             return self._one(0, prompts[0], params, request_id, priority, cache_salt)
         return _merge(
@@ -206,6 +282,7 @@ class Service:
         watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
         if self.tracer is not None:
             watchers.append(self.tracer.start(request_id, params))
+        self.unfinished += params.n
         stream = self.engine.generate(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
         try:
             async for out in stream:
@@ -217,6 +294,7 @@ class Service:
                 watcher.fail(error)
             raise
         finally:
+            self.unfinished -= params.n
             for watcher in watchers:
                 watcher.close()
             await stream.aclose()
@@ -224,16 +302,16 @@ class Service:
 
 async def _merge(streams: Sequence[AsyncGenerator[ResultBatch, None]]) -> AsyncGenerator[ResultBatch, None]:
     """Results of many prompts, all that are there at a time in one batch."""
-    queue: asyncio.Queue[ResultBatch | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[ResultBatch | Exception | None] = asyncio.Queue(_MOST_NEWS)
 
     async def pump(stream: AsyncGenerator[ResultBatch, None]) -> None:
         try:
             async with aclosing(stream):
                 async for batch in stream:
-                    queue.put_nowait(batch)
-            queue.put_nowait(None)
+                    await queue.put(batch)
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     live = len(tasks)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import uvicorn
 
+from octavo.server.access_log import AccessLog
 from octavo.server.app import build_app
 from octavo.server.config import ServerConfig
 from octavo.server.service import Service
@@ -49,7 +50,9 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    service = Service(engine, ServerConfig(**settings))
+    config = ServerConfig(**settings)
+    log = None if config.access_log is None else AccessLog(config.access_log)
+    service = Service(engine, config, access_log=log)
     server = uvicorn.Server(uvicorn.Config(build_app(service), lifespan="off", log_level="warning"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
@@ -66,7 +69,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     finally:
         server.should_exit = True
         thread.join(10)
-        service.text.close()
+        service.close()
         loop.close()
 
 

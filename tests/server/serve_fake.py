@@ -1,11 +1,14 @@
 """A server process over the fake engine, for the tests of signals and disconnects.
 
 `python -m tests.server.serve_fake PORT DELAY DRAIN_TIMEOUT [slow]`; slow: the model never finishes loading.
+Further settings of the server, as JSON, in the variable SERVE_FAKE.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import sys
 
 from octavo.errors import OctavoError
@@ -25,7 +28,9 @@ def main(port: str, delay: str, drain_timeout: str, *extra: str) -> int:
         return engines[0]
 
     try:
-        code = serve(create, ServerConfig(port=int(port), drain_timeout=float(drain_timeout)))  # type: ignore[arg-type]
+        more = json.loads(os.environ.get("SERVE_FAKE", "{}"))
+        config = ServerConfig(port=int(port), drain_timeout=float(drain_timeout), **more)
+        code = serve(create, config)  # type: ignore[arg-type]
     except OctavoError as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 2

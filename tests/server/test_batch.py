@@ -52,7 +52,7 @@ def run(files: tuple[Path, Path], engine: FakeEngine | None = None, **settings: 
             try:
                 return await run_batch(service, files[0], output, 3)
             finally:
-                service.text.close()
+                service.close()
 
     return asyncio.run(main())
 

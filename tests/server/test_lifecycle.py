@@ -61,7 +61,8 @@ def test_sigterm_finishes_what_runs_refuses_the_rest_and_exits_0() -> None:
                 break
             time.sleep(0.01)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-        assert client.get("/health").status_code == 503
+        assert client.get("/health").json() == {"status": "draining"}
+        assert client.get("/ready").status_code == 503
         thread.join(20)
         assert lines[-1] == "data: [DONE]" and len(lines) > 100
         assert child.wait(20) == 0
@@ -88,8 +89,15 @@ def test_drain_timeout_ends_streams_with_an_error() -> None:
         assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "shutting_down"
 
 
-def test_sigterm_while_loading_exits_0() -> None:
-    with process("0", "0", "1", "slow") as (child, _):
+def test_while_loading_it_is_neither_live_nor_ready_and_sigterm_exits_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with process(str(port), "0", "1", "slow") as (child, client):
+        client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+        for path in ("/health", "/ready", "/v1/models"):
+            answer = client.get(path)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
+            assert answer.headers["retry-after"] == "5"
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
 
@@ -140,6 +148,7 @@ def test_a_dead_engine_shows_in_health_and_in_flight() -> None:
             thread.start()
         assert started.wait(10)
         assert server.client.get("/health").json() == {"status": "ok"}
+        assert server.client.get("/ready").json() == {"status": "ok"}
         time.sleep(0.1)
         before = time.monotonic()
         server.call(engine.kill)
@@ -149,6 +158,7 @@ def test_a_dead_engine_shows_in_health_and_in_flight() -> None:
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "engine_dead"
         assert server.client.get("/health").status_code == 503
+        assert server.client.get("/ready").status_code == 503
         assert server.post(TEXTS, BODY).status_code == 503
 
 

@@ -118,6 +118,7 @@ CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/some/model", None),
     ("GET", "/health", None),
+    ("GET", "/ready", None),
     ("GET", "/ping", None),
     ("POST", "/ping", None),
     ("GET", "/version", None),

@@ -30,7 +30,7 @@ _HEADERS = {
 
 async def page_index(service: Service, scope: Scope, body: None) -> Response:
     """`GET /`: the page, which learns from an attribute whether to ask for a key."""
-    needs_key = "true" if service.config.all_api_keys() else "false"
+    needs_key = "true" if service.keys.wanted else "false"
     content = _read("index.html").replace(b'data-needs-key=""', f'data-needs-key="{needs_key}"'.encode())
     return _answer(scope, content, ".html")
 
