@@ -41,8 +41,11 @@ def test_a_sleeping_server_refuses_with_the_remedy(dev: Running) -> None:
         error = check_error(dev.post(path, body), 503)
         assert error["code"] == "engine_asleep" and "/wake_up" in error["message"]
     assert dev.client.get("/health").status_code == 200
+    assert check_error(dev.client.get("/ready"), 503)["code"] == "engine_asleep"
+    assert dev.client.get("/health").status_code == 200
     assert check_error(dev.post("/sleep"))["message"].startswith("the engine sleeps already")
     assert dev.post("/wake_up").json()["is_sleeping"] is False
+    assert dev.client.get("/ready").status_code == 200
     assert dev.post("/v1/completions", {"prompt": "a"}).status_code == 200
     check_error(dev.post("/wake_up"))
 
