@@ -58,6 +58,10 @@ def problems(value: Any, schema: dict[str, Any], document: dict[str, Any], where
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 EVERYTHING = {"n": 2, "return_token_ids": True}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {}, "description": "d", "strict": True}
+FUNCTION = {
+    "type": "function", "name": "f", "description": "d", "strict": True, "parameters": {"type": "object"},
+}  # fmt: skip
+CHOICE = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
 STORED = "/v1/responses/resp_stored"
 REPLY = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TOOLS = {
@@ -89,22 +93,24 @@ CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/completions", {"prompt": "a", "stream": True, "logprobs": 1, "echo": True} | EVERYTHING),
     ("POST", "/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3, "metadata": {"a": "b"}}),
-    (
-        "POST",
-        "/v1/responses",
-        {
-            "input": "hi",
-            "max_output_tokens": 40,
-            "include": ["message.output_text.logprobs"],
-            "top_logprobs": 1,
-        },
-    ),
+    ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 40}),
     (
         "POST",
         "/v1/responses",
         {"input": "hi", "stream": True, "text": {"format": SCHEMA, "verbosity": "low"}},
     ),
     ("POST", "/v1/responses", {"input": "hi\x18", "stream": True, "max_output_tokens": 5}),
+    ("POST", "/v1/responses", {"input": "Tools?", "tools": [FUNCTION], "max_output_tokens": len(REPLY)}),
+    (
+        "POST",
+        "/v1/responses",
+        {"input": "Tools?", "tools": [FUNCTION], "max_output_tokens": len(REPLY), "stream": True},
+    ),
+    (
+        "POST",
+        "/v1/responses",
+        {"input": "hi", "tools": [FUNCTION], "max_output_tokens": 3, "tool_choice": CHOICE},
+    ),
     ("GET", STORED, None),
     ("DELETE", STORED, None),
     ("POST", "/v1/embeddings", {"input": ["a", "b"], "dimensions": 2}),

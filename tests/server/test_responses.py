@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -246,6 +247,112 @@ def test_extra_fields_reach_the_engine(server: Running) -> None:
     assert (rest["cache_salt"], rest["priority"], bytes(prompt)) == ("s", 2, b"ant:")
 
 
+REPLY = '<think>so so</think>let me see <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+CALLS: dict[str, Any] = {
+    "input": "Tools?",
+    "tools": [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}],
+    "max_output_tokens": 500,
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}|{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]"
+    "{% endfor %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %};{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("template") / "t.jinja"
+    path.write_text(TEMPLATE)
+    engine = FakeEngine(chat_template=str(path))
+    engine.ends, engine.replies = True, {"Tools?": REPLY}
+    engine.max_model_len = 2000
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    with running(engine, enable_auto_tool_choice=True, **settings) as server:
+        yield server
+
+
+def test_reasoning_text_and_calls_are_items(tools: Running) -> None:
+    answer = client_of(tools).responses.create(model="some/model", **CALLS)
+    Response.model_validate(answer.model_dump(), strict=True)
+    thought, said, call = answer.output
+    assert thought.type == "reasoning" and thought.content and thought.content[0].text == "so so"
+    assert said.type == "message" and answer.output_text.strip() == "let me see"
+    assert call.type == "function_call" and call.name == "f" and json.loads(call.arguments) == {"a": 1}
+    assert {item.status for item in (thought, said, call)} == {"completed"} == {answer.status}
+    assert answer.usage is not None
+    marked = len("<think>so so</think>")
+    assert marked <= answer.usage.output_tokens_details.reasoning_tokens <= marked + 1
+    assert [tool.type for tool in answer.tools] == ["function"] and answer.tool_choice == "auto"
+    plain = client_of(tools).responses.create(model="some/model", input="hi")
+    assert plain.usage is not None and plain.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_events_of_items(tools: Running) -> None:
+    found = response_events(tools, CALLS)
+    for event in found:
+        _EVENTS.validate_python(event)
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    once = [kind for i, kind in enumerate(kinds) if not kind.endswith("delta") or kinds[i - 1] != kind]
+    assert once == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+    output = found[-1]["response"]["output"]
+    assert [event["item"] for event in found if event["type"].endswith("item.done")] == output
+    for kind, index in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
+        deltas = [event for event in found if event["type"] == f"response.{kind}.delta"]
+        assert {(event["output_index"], event["item_id"]) for event in deltas} == {
+            (index, output[index]["id"])
+        }
+        whole = "".join(event["delta"] for event in deltas)
+        assert whole == (output[2]["arguments"] if index == 2 else output[index]["content"][0]["text"])
+    added = next(event for event in found if event["type"].endswith("added") and event["output_index"] == 2)
+    assert (added["item"]["name"], added["item"]["arguments"]) == ("f", "")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_calls_and_their_results_go_on(tools: Running, stored: bool) -> None:
+    client = client_of(tools)
+    answer = client.responses.create(model="some/model", **CALLS)
+    call = answer.output[-1]
+    assert call.type == "function_call"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+    if stored:
+        client.responses.create(model="some/model", input=[result], previous_response_id=answer.id)
+    else:
+        items: list[Any] = [{"role": "user", "content": CALLS["input"]}]
+        items += [item.model_dump() for item in answer.output]
+        client.responses.create(model="some/model", input=[*items, result])
+    user, assistant, tool, end = prompt_of(tools).split(";")
+    assert user == "user:|Tools?" and tool == f"tool:|42({call.call_id})" and end == ""
+    assert assistant.startswith("assistant:so so|let me see")
+    assert f"[{call.call_id} f " in assistant and "a" in assistant.split(" f ")[1]
+
+
+def test_log_probabilities_beside_parsers_are_refused(tools: Running) -> None:
+    body = {"input": "hi", "include": ["message.output_text.logprobs"]}
+    assert check_error(tools.post(PATH, body))["param"] == "include"
+
+
+def test_an_answer_that_is_cut_in_a_call_is_what_a_chat_says(tools: Running) -> None:
+    most = REPLY.index("1}")
+    answer = tools.post(PATH, CALLS | {"max_output_tokens": most}).json()
+    function = {name: value for name, value in CALLS["tools"][0].items() if name != "type"}
+    messages = [{"role": "user", "content": CALLS["input"]}]
+    chat = {"messages": messages, "tools": [{"type": "function", "function": function}], "max_tokens": most}
+    message = tools.post("/v1/chat/completions", chat).json()["choices"][0]["message"]
+    assert answer["status"] == "incomplete"
+    assert [item["status"] for item in answer["output"]] == ["completed", "incomplete"]
+    texts = [item["content"][0]["text"] for item in answer["output"]]
+    assert texts == [message["reasoning"], message["content"]]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": 3}, "input"),
@@ -263,7 +370,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tool_choice"),  # the server has no parser
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"temperature": -1}, "temperature"),

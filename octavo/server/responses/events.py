@@ -1,25 +1,11 @@
-"""The events of a streamed response, in OpenAI's names, and the writer that grows a response by them."""
+"""The events of a streamed response, in OpenAI's names."""
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable
-
 from msgspec import Struct
 
-from octavo.server.protocol import TokenLogprob, Usage
-from octavo.server.responses.protocol import (
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemStatus,
-    OutputMessage,
-    OutputText,
-    OutputTokensDetails,
-    ResponseFailure,
-    ResponseObject,
-    ResponseUsage,
-)
+from octavo.server.protocol import TokenLogprob
+from octavo.server.responses.protocol import OutputItem, OutputText, ReasoningText, ResponseObject
 
 
 class _Event(Struct, kw_only=True, tag_field="type"):
@@ -42,7 +28,7 @@ class OutputItemAdded(_Event, tag="response.output_item.added"):
     """An item begins, empty."""
 
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class ContentPartAdded(_Event, tag="response.content_part.added"):
@@ -51,7 +37,7 @@ class ContentPartAdded(_Event, tag="response.content_part.added"):
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class OutputTextDelta(_Event, tag="response.output_text.delta"):
@@ -74,20 +60,55 @@ class OutputTextDone(_Event, tag="response.output_text.done"):
     logprobs: list[TokenLogprob]
 
 
+class ReasoningTextDelta(_Event, tag="response.reasoning_text.delta"):
+    """More of what the model thinks."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningTextDone(_Event, tag="response.reasoning_text.done"):
+    """All that the model thought."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class CallArgumentsDelta(_Event, tag="response.function_call_arguments.delta"):
+    """More of a call's arguments."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CallArgumentsDone(_Event, tag="response.function_call_arguments.done"):
+    """A call's whole arguments."""
+
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
 class ContentPartDone(_Event, tag="response.content_part.done"):
     """A part is complete."""
 
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class OutputItemDone(_Event, tag="response.output_item.done"):
     """An item is complete."""
 
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class ResponseCompleted(_Event, tag="response.completed"):
@@ -115,116 +136,13 @@ ResponseEvent = (
     | ContentPartAdded
     | OutputTextDelta
     | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | CallArgumentsDelta
+    | CallArgumentsDone
     | ContentPartDone
     | OutputItemDone
     | ResponseCompleted
     | ResponseIncomplete
     | ResponseFailed
 )
-
-
-class ResponseWriter:
-    """Grows one response and tells each step as an event, so that streamed and whole answers are one.
-
-    Args:
-        response: as it is before any output; changed in place.
-        emit: takes each event at once: what it refers to changes afterwards.
-    """
-
-    def __init__(self, response: ResponseObject, emit: Callable[[ResponseEvent], None]):
-        self.response = response
-        self._emit = emit
-        self._count = 0
-        self._message: OutputMessage | None = None
-
-    def begin(self) -> None:
-        """The request has been taken in."""
-        self._emit(ResponseCreated(sequence_number=self._number(), response=self.response))
-        self._emit(ResponseInProgress(sequence_number=self._number(), response=self.response))
-
-    def text(self, delta: str, logprobs: list[TokenLogprob]) -> None:
-        """More text of the message, which begins with its first."""
-        message = self._open_message()
-        part = message.content[0]
-        part.text += delta
-        part.logprobs += logprobs
-        self._emit(
-            OutputTextDelta(
-                sequence_number=self._number(),
-                item_id=message.id,
-                output_index=self._index,
-                content_index=0,
-                delta=delta,
-                logprobs=logprobs,
-            )
-        )
-
-    def end(self, finish_reason: str | None, usage: Usage) -> None:
-        """The model has ended."""
-        cut = finish_reason == "length"
-        self._open_message()
-        self._close_message("incomplete" if cut else "completed")
-        response = self.response
-        response.completed_at = int(time.time())
-        response.usage = ResponseUsage(
-            usage.prompt_tokens,
-            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
-            usage.completion_tokens,
-            OutputTokensDetails(),
-            usage.total_tokens,
-        )
-        if cut:
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails()
-        else:
-            response.status = "completed"
-
-    def tell_end(self) -> None:
-        """The last event."""
-        kind = ResponseCompleted if self.response.status == "completed" else ResponseIncomplete
-        self._emit(kind(sequence_number=self._number(), response=self.response))
-
-    def fail(self, message: str) -> None:
-        """The response cannot be finished."""
-        self.response.status, self.response.error = "failed", ResponseFailure(message)
-        self._emit(ResponseFailed(sequence_number=self._number(), response=self.response))
-
-    def _number(self) -> int:
-        self._count += 1
-        return self._count - 1
-
-    @property
-    def _index(self) -> int:
-        """The place of the item that grows."""
-        return len(self.response.output) - 1
-
-    def _open_message(self) -> OutputMessage:
-        if self._message is None:
-            self._message = message = OutputMessage(id=f"msg_{secrets.token_hex(24)}")
-            self.response.output.append(message)
-            self._emit(
-                OutputItemAdded(sequence_number=self._number(), output_index=self._index, item=message)
-            )
-            message.content.append(OutputText())
-            self._emit(
-                ContentPartAdded(
-                    sequence_number=self._number(),
-                    item_id=message.id,
-                    output_index=self._index,
-                    content_index=0,
-                    part=message.content[0],
-                )
-            )
-        return self._message
-
-    def _close_message(self, status: ItemStatus) -> None:
-        message = self._message
-        if message is None:
-            return
-        self._message, part = None, message.content[0]
-        place = {"item_id": message.id, "output_index": self._index, "content_index": 0}
-        self._emit(
-            OutputTextDone(sequence_number=self._number(), text=part.text, logprobs=part.logprobs, **place)  # type: ignore[arg-type]
-        )
-        self._emit(ContentPartDone(sequence_number=self._number(), part=part, **place))  # type: ignore[arg-type]
-        message.status = status
-        self._emit(OutputItemDone(sequence_number=self._number(), output_index=self._index, item=message))

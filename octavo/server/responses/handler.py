@@ -13,19 +13,23 @@ from starlette.types import Send
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput
+from octavo.sampling_params import RequestOutputKind
+from octavo.server.answer import AnswerDelta
 from octavo.server.chat import ChatJob, prepare_chat
 from octavo.server.errors import ApiError, as_api_error, bad_request
-from octavo.server.protocol import ChatMessage, TokenLogprob
-from octavo.server.responses.conversation import LOGPROBS, as_chat, new_messages, renamed
-from octavo.server.responses.events import ResponseEvent, ResponseWriter
+from octavo.server.protocol import ChatMessage
+from octavo.server.responses.conversation import LOGPROBS, answer_message, as_chat, new_messages, renamed
+from octavo.server.responses.events import ResponseEvent
 from octavo.server.responses.protocol import (
     ReasoningConfig,
+    ReasoningItem,
     ResponseDeleted,
     ResponseObject,
     ResponseRequest,
     TextConfig,
     TextFormat,
 )
+from octavo.server.responses.writer import ResponseWriter
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse, EventStream, named_event
 from octavo.server.usage import UsageCount
@@ -48,6 +52,13 @@ async def create_response(service: Service, body: ResponseRequest) -> AsgiRespon
         chat = await prepare_chat(service, as_chat(body, messages), model, name)
     except (ApiError, RequestError) as error:
         raise renamed(as_api_error(error)) from None
+    if chat.plan.reads and chat.body.logprobs:
+        raise _unsupported(
+            "include", f"include of {LOGPROBS} beside tools or a reasoning parser", "leave out one of them"
+        )
+    if chat.plan.reasoning is not None:
+        # Step by step, so that tokens of reasoning can be counted.
+        chat.params = chat.params.clone(output_kind=RequestOutputKind.DELTA)
     job = _ResponseJob(service, body, chat, messages)
     if body.stream:
         return _ResponseStream(job)
@@ -139,6 +150,8 @@ class _ResponseJob:
         self._service = service
         self._chat = chat
         self._messages = messages
+        self._parser = chat.parser()
+        self._reasoning_tokens = 0
         self.told: list[bytes] = []  # events that have not been sent
         self.writer = ResponseWriter(_begun(service, body, chat), self._tell if body.stream else _ignore)
 
@@ -175,27 +188,42 @@ class _ResponseJob:
                             usage.add(len(output.token_ids))
                             self._take_in(output)
                             if output.finish_reason:
-                                self.writer.end(output.finish_reason, usage.total())
-                                self._store()
-                                self.writer.tell_end()
+                                self._end(output, usage)
                     yield
             except RequestError as error:
                 raise renamed(as_api_error(error)) from None
 
     def _take_in(self, output: CompletionOutput) -> None:
-        logprobs: list[TokenLogprob] = []
-        if (told := self._chat.logprobs(output)) is not None:
-            logprobs = told.content
-        if output.text or logprobs:
-            self.writer.text(output.text, logprobs)
+        if self._parser is None:
+            told = self._chat.logprobs(output)
+            new, logprobs = AnswerDelta(output.text), [] if told is None else told.content
+        else:
+            new, logprobs = self._parser.feed(output.text, last=bool(output.finish_reason)), []
+        writer = self.writer
+        if new.reasoning:
+            writer.reasoning(new.reasoning)
+        if new.content or logprobs:
+            writer.text(new.content, logprobs)
+        for call in new.calls:
+            writer.call(call.index, call.id, call.name, call.arguments)
+        if all(isinstance(item, ReasoningItem) for item in writer.response.output):
+            self._reasoning_tokens += len(output.token_ids)
+
+    def _end(self, output: CompletionOutput, usage: UsageCount) -> None:
+        items = self.writer.response.output
+        thought = any(isinstance(item, ReasoningItem) for item in items)
+        tokens = self._reasoning_tokens if thought else 0
+        self.writer.end(output.finish_reason, usage.total(), tokens)
+        self._store()
+        self.writer.tell_end()
 
     def _store(self) -> None:
         response = self.writer.response
         if not response.store:
             return
-        answer = ChatMessage("assistant", "".join(item.content[0].text for item in response.output))
         body = msgspec.json.encode(response)
-        response.store = self._service.responses.put(response.id, body, [*self._messages, answer])
+        messages = [*self._messages, answer_message(response.output)]
+        response.store = self._service.responses.put(response.id, body, messages)
 
     def _tell(self, event: ResponseEvent) -> None:
         self.told.append(named_event(event))
@@ -234,6 +262,8 @@ def _begun(service: Service, body: ResponseRequest, chat: ChatJob) -> ResponseOb
         store=stores if body.store is None else body.store,
         temperature=chat.params.temperature,
         text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=chat.params.top_p,
         user=body.user,

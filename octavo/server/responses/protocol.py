@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from octavo.server.protocol import TokenLogprob
+from octavo.server.tools.protocol import ToolName
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -16,20 +17,60 @@ class InputPart(Struct, kw_only=True):
     """A piece of a message; this version takes text alone."""
 
     type: str
-    """input_text, output_text or refusal."""
+    """input_text, output_text, reasoning_text or refusal."""
     text: str | None = None
     refusal: str | None = None
 
 
 class InputItem(Struct, kw_only=True):
-    """One item of the input: a message, also one that an earlier response has as its output."""
+    """One item of the input: a message, the result of a call, or an item of an earlier response's output."""
 
     type: str = "message"
+    """message, function_call, function_call_output or reasoning."""
     role: str | None = None
     """user, assistant, system or developer."""
     content: str | list[InputPart] | None = None
     id: str | None = None
     status: str | None = None
+    call_id: str | None = None
+    """Of a call and its result, which it ties together."""
+    name: str | None = None
+    """Of a call: the function."""
+    arguments: str | None = None
+    """Of a call: JSON text."""
+    output: str | list[InputPart] | None = None
+    """Of a call's result: what the function returned."""
+
+
+class FunctionTool(Struct, kw_only=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments, an object; None: it has none."""
+    strict: bool | None = None
+    """Calls follow the schema for sure: a grammar sees to it."""
+
+
+class AllowedTool(Struct, kw_only=True):
+    """One of the tools by its name."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+
+class ToolChoiceItem(Struct, kw_only=True):
+    """A choice that names tools: the function to call, or those that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | ToolChoiceItem
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
@@ -100,7 +141,13 @@ class ResponseRequest(Struct, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None
+    tools: list[FunctionTool] | None = None
+    """Functions that the model may call."""
+    tool_choice: ResponseToolChoice | None = None
+    """Whether it may (auto, as if left out), must (required, or a named function) or must not (none)."""
     parallel_tool_calls: bool | None = None
+    """False: at most one call."""
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -129,23 +176,49 @@ class ResponseRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class OutputText(Struct, kw_only=True):
+class OutputText(Struct, kw_only=True, tag="output_text"):
     """The text of a message."""
 
-    type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[None] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-class OutputMessage(Struct, kw_only=True):
+class ReasoningText(Struct, kw_only=True, tag="reasoning_text"):
+    """What the model thinks."""
+
+    text: str = ""
+
+
+class OutputMessage(Struct, kw_only=True, tag="message"):
     """What the model says."""
 
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     status: ItemStatus = "in_progress"
     content: list[OutputText] = field(default_factory=list)
+
+
+class ReasoningItem(Struct, kw_only=True, tag="reasoning"):
+    """What the model thinks before it answers; only with --reasoning-parser."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: list[None] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+
+
+class FunctionCallItem(Struct, kw_only=True, tag="function_call"):
+    """A call of a function. `arguments` is JSON text."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(Struct):
@@ -160,7 +233,8 @@ class InputTokensDetails(Struct):
 class OutputTokensDetails(Struct):
     """Parts of the answer's tokens."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
+    """Those of steps before the answer itself began, marks included."""
 
 
 class ResponseUsage(Struct):
@@ -201,7 +275,7 @@ class ResponseObject(Struct, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage] = field(default_factory=list)
+    output: list[OutputItem] = field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: ReasoningConfig
@@ -209,8 +283,8 @@ class ResponseObject(Struct, kw_only=True):
     store: bool
     temperature: float
     text: TextConfig
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[None] = field(default_factory=list)
+    tool_choice: ResponseToolChoice
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

@@ -68,4 +68,7 @@ class ResponseStore:
 def _size(message: ChatMessage) -> int:
     content = message.content or ""
     texts = [content] if isinstance(content, str) else [part.text or "" for part in content]
+    texts.append(message.reasoning_content or "")
+    for call in message.tool_calls or ():
+        texts.append(f"{call.function.name}{call.function.arguments}")
     return 64 + sum(64 + 4 * len(text) for text in texts)  # at most 4 bytes a character
