@@ -51,6 +51,7 @@ class _Engine:
         self.model_name = "fake"
         self.max_model_len = 4096
         self.cache_root = bytes(32)
+        self.facts = types.SimpleNamespace(memory={}, summary={})
         self._chunks = chunks
 
     def default_params(self) -> SamplingParams:
