@@ -1,4 +1,4 @@
-"""Thousands of bad requests to a real engine: no 5xx, no dead engine, and a neighbour with unchanged tokens."""
+"""Thousands of bad requests to a real engine: no 5xx, no dead engine, and a neighbour's tokens as ever."""
 
 from __future__ import annotations
 
