@@ -14,6 +14,8 @@ MAX_GRAMMAR_LENGTH = 512 * 1024
 MAX_CHOICES = 16384
 
 _FIELD = "structured_outputs"
+FormKey = tuple[str, str, bool, str | None, str | None, str | None]
+
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _MAX_DEPTH = 100  # levels of a schema; a nested one costs stack in every program that reads it
 
@@ -42,6 +44,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """JSON without white space between its tokens."""
     whitespace_pattern: str | None = None
     """A regular expression of the white space between JSON's tokens."""
+    reasoning_end: str | None = None
+    """The form begins after this text, which ends a model's reasoning. What comes before is free. (A server
+    with a reasoning parser sets it.)"""
+    reasoning_start: str | None = None
+    """With reasoning_end: where the output doesn't begin with this text, the form begins at once."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -52,7 +59,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("json", "structural_tag"):
             if getattr(self, name) is not None:
                 setattr(self, name, _json_text(name, getattr(self, name)))
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        if self.reasoning_start is not None and self.reasoning_end is None:
+            raise RequestError(f"{_FIELD}.reasoning_start needs reasoning_end: give both", _FIELD)
+        for name in ("regex", "grammar", "whitespace_pattern", "reasoning_end", "reasoning_start"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise RequestError(f"{_FIELD}.{name}={_show(value)} is not valid: give a text", _FIELD)
@@ -60,8 +69,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _check_choice(self.choice)
         if not isinstance(self.disable_any_whitespace, bool):
             raise RequestError(f"{_FIELD}.disable_any_whitespace is not valid: give true or false", _FIELD)
-        for text in (self.text, self.whitespace_pattern or ""):
-            _check_text(text)
+        for text in (self.text, self.whitespace_pattern, self.reasoning_end, self.reasoning_start):
+            _check_text(text or "")
 
     @property
     def kind(self) -> str:
@@ -77,9 +86,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return json.dumps(value, ensure_ascii=False)
 
     @property
-    def key(self) -> tuple[str, str, bool, str | None]:
+    def key(self) -> FormKey:
         """Equal for equal forms (for caches)."""
-        return (self.kind, self.text, self.disable_any_whitespace, self.whitespace_pattern)
+        reasoning = (self.reasoning_end, self.reasoning_start)
+        return (self.kind, self.text, self.disable_any_whitespace, self.whitespace_pattern, *reasoning)
 
 
 def structured_outputs_from(value: Any) -> StructuredOutputsParams | None:

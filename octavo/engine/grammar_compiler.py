@@ -14,7 +14,7 @@ from octavo.engine.grammar_run import GrammarRun
 from octavo.errors import OctavoError, RequestError
 from octavo.messages import CoreRequest
 from octavo.sampling.structured.backend import Backend, Grammar, Vocabulary
-from octavo.structured_outputs import StructuredOutputsParams
+from octavo.structured_outputs import FormKey, StructuredOutputsParams
 
 COMPILE_SECONDS = 15.0
 """A form that takes longer is refused. (Its thread goes on to its end: nothing can stop it.)"""
@@ -23,8 +23,6 @@ _FIELD = "structured_outputs"
 _MAX_CACHED = 256
 _MAX_CACHED_TEXT = 8 << 20  # characters of the forms in the cache, to which their grammars' memory is related
 _THREADS = 4
-
-Key = tuple[str, str, bool, str | None]
 
 
 @dataclass(eq=False)
@@ -61,9 +59,9 @@ class GrammarCompiler:
         self._config, self._vocab_size = config, vocab_size
         self._backend: Backend | None = None
         self._backend_lock = threading.Lock()
-        self._cache: collections.OrderedDict[Key, Grammar] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[FormKey, Grammar] = collections.OrderedDict()
         self._cached_text = 0
-        self._under_way: dict[Key, _Compilation] = {}
+        self._under_way: dict[FormKey, _Compilation] = {}
         # Threads are started when they are needed. Masks have their own: no schema holds them up.
         self._compilers = ThreadPoolExecutor(_THREADS, "octavo-grammar")
         self._masks = ThreadPoolExecutor(_THREADS, "octavo-mask")
@@ -127,7 +125,7 @@ class GrammarCompiler:
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._masks.shutdown(wait=False, cancel_futures=True)
 
-    def _outcome(self, key: Key, future: Future[Grammar]) -> Grammar | OctavoError:
+    def _outcome(self, key: FormKey, future: Future[Grammar]) -> Grammar | OctavoError:
         if not future.done():
             future.cancel()
             return RequestError(

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from octavo.errors import RequestError
+from octavo.sampling.structured.lark import as_lark
 from octavo.server.config import ServerConfig
-from octavo.server.errors import ApiError
+from octavo.server.errors import ApiError, bad_request
 from octavo.server.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser, Thinking
 from octavo.server.tools.choice import ToolMode, ToolRequest
+from octavo.server.tools.json_list import JsonListParser
 from octavo.server.tools.parser import CallDelta, ToolDelta, ToolParser
 from octavo.server.tools.registry import TOOL_PARSERS
+from octavo.server.tools.shape import CallGrammar, SpecialId
+from octavo.structured_outputs import StructuredOutputsParams
 
 
 @dataclass
@@ -55,16 +62,29 @@ class AnswerParser:
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """How the answers to one request are read. `parser` is None where their text is shown as it is.
+    """How the answers to one request are made and read.
 
     Attributes:
-        show_special_tokens: marks of the formats may be special tokens, which then must be in the text.
+        form: what their text must look like, reasoning apart.
+        guaranteed: whether `form` makes sure that calls are well formed.
     """
 
     tools: ToolRequest
     tool_parser: type[ToolParser] | None = None
     reasoning: ReasoningFormat | None = None
+    form: StructuredOutputsParams | None = None
     guaranteed: bool = False
+
+    def form_after(self, thinking: Thinking | None) -> StructuredOutputsParams | None:
+        """What the whole text must look like, by how it begins: the form waits for the reasoning's end."""
+        if self.form is None or self.reasoning is None or thinking == Thinking.OVER:
+            return self.form
+        maybe = (thinking or self.reasoning.default) == Thinking.MAYBE
+        return msgspec.structs.replace(
+            self.form,
+            reasoning_end=self.reasoning.end,
+            reasoning_start=self.reasoning.start if maybe else None,
+        )
 
     @property
     def reads(self) -> bool:
@@ -90,23 +110,62 @@ class AnswerPlan:
         return AnswerParser(reasoning, tools, None if self.tools.parallel else 1)
 
 
-def plan_answer(config: ServerConfig, tools: ToolRequest) -> AnswerPlan:
-    """How to read the answers to a request.
+def plan_answer(
+    config: ServerConfig,
+    tools: ToolRequest,
+    form: StructuredOutputsParams | None,
+    special_id: SpecialId,
+) -> AnswerPlan:
+    """How to make and read the answers to a request.
+
+    Args:
+        form: what the request says of its content.
+        special_id: of the model's tokenizer.
 
     Raises:
-        ApiError: 400 for a choice of tools that the server's settings do not serve.
+        ApiError: 400 for what the server's settings do not serve, or its format of calls has no grammar for.
+        RequestError: a form that cannot be read.
     """
     reasoning = None if config.reasoning_parser is None else REASONING_FORMATS[config.reasoning_parser]
+    parser = None if config.tool_call_parser is None else TOOL_PARSERS[config.tool_call_parser]
     if tools.mode == ToolMode.NONE:
-        return AnswerPlan(tools, reasoning=reasoning)
-    if tools.mode == ToolMode.AUTO:
-        if not config.enable_auto_tool_choice or config.tool_call_parser is None:
-            raise ApiError(
-                400,
-                "tool_choice auto needs a server that was started with --enable-auto-tool-choice and "
-                "--tool-call-parser: start it so, or set tool_choice to none, required or one tool",
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
-        return AnswerPlan(tools, TOOL_PARSERS[config.tool_call_parser], reasoning)
-    raise ApiError(400, "tool_choice required is not supported by this version", param="tool_choice")
+        return AnswerPlan(tools, reasoning=reasoning, form=form)
+    shape = None if parser is None else parser.shape(special_id)
+    if tools.mode == ToolMode.REQUIRED:
+        # An answer that is calls has no content, for which another form could be asked.
+        if parser is None or shape is None:
+            parser, shape = JsonListParser, JsonListParser.shape(special_id)
+        grammar = CallGrammar(shape, tools.callable, tools.parallel, special_id)
+        return AnswerPlan(tools, parser, reasoning, _lark(grammar.required()), guaranteed=True)
+    if parser is None or not config.enable_auto_tool_choice:
+        raise ApiError(
+            400,
+            "tool_choice auto needs a server that was started with --enable-auto-tool-choice and "
+            "--tool-call-parser: start it so, or set tool_choice to none, required or one tool",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    strict = any(tool.strict for tool in tools.callable)
+    if form is None and not strict:
+        return AnswerPlan(tools, parser, reasoning)
+    if shape is None:
+        what = "strict tools are" if strict else "a form of the content beside tools is"
+        raise ApiError(
+            400,
+            f"{what} not supported with --tool-call-parser {config.tool_call_parser}, whose calls are not "
+            "JSON: leave it out, or set tool_choice to required or none",
+            param="tools" if strict else "response_format",
+            code="unsupported_parameter",
+        )
+    grammar = CallGrammar(shape, tools.callable, tools.parallel, special_id)
+    if form is None:
+        return AnswerPlan(tools, parser, reasoning, _lark(grammar.optional()), shape.marked)
+    content = as_lark(form)
+    return AnswerPlan(tools, parser, reasoning, _lark(grammar.or_form(content)), shape.marked)
+
+
+def _lark(grammar: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(grammar=grammar)
+    except RequestError as error:
+        raise bad_request(f"tools: {error}", "tools") from None

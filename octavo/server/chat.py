@@ -18,7 +18,7 @@ from octavo.server.answer import AnswerDelta, AnswerParser, AnswerPlan, plan_ans
 from octavo.server.conversation import chat_prompt
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
-from octavo.server.params import check_request, new_request_id, sampling_params, truncated
+from octavo.server.params import check_request, new_request_id, output_form, sampling_params, truncated
 from octavo.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -31,6 +31,7 @@ from octavo.server.protocol import (
     Delta,
     FinishReason,
 )
+from octavo.server.reasoning import Thinking
 from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, event
 from octavo.server.tools.choice import ToolMode, tool_request
@@ -66,23 +67,35 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
     top = body.top_logprobs or 0
     if top < 0:
         raise bad_request(f"top_logprobs={top} is not valid: give an integer of at least 0", "top_logprobs")
-    plan = plan_answer(service.config, tool_request(body.tools, body.tool_choice, body.parallel_tool_calls))
+    tools = tool_request(body.tools, body.tool_choice, body.parallel_tool_calls)
+    plan = plan_answer(service.config, tools, output_form(body), service.text.special_id)
     params = sampling_params(
         body,
         service.engine.default_params(),
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=top if body.logprobs else None,
     )
-    if any(service.text.special_id(mark) is not None for mark in plan.markers):
-        params = params.clone(skip_special_tokens=False)
     given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
     extra = {name: value for name, value in given.items() if value is not None}
     hidden = plan.tools.mode == ToolMode.NONE and service.config.exclude_tools_when_tool_choice_none
     offered = [] if hidden else plan.tools.for_template()
     prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra, offered))
     prompt = truncated(prompt, body, params, service.engine.max_model_len)
+    thinking = _thinking(service, body, prompt, plan)
+    params = params.clone(structured_outputs=plan.form_after(thinking))
+    if any(service.text.special_id(mark) is not None for mark in plan.markers):
+        params = params.clone(skip_special_tokens=False)
     style = LogprobStyle(service.text, top, bool(body.return_tokens_as_token_ids), params.skip_special_tokens)
-    return ChatJob(service, body, params, prompt, style, name, model, plan, _echo(body))
+    return ChatJob(service, body, params, prompt, style, name, model, plan, thinking, _echo(body))
+
+
+def _thinking(service: Service, body: ChatRequest, prompt: list[int], plan: AnswerPlan) -> Thinking | None:
+    """Whether the answer begins with reasoning, by its prompt."""
+    if plan.reasoning is None:
+        return None
+    if body.continue_final_message:
+        return plan.reasoning.continued(_text(body.messages[-1]))
+    return plan.reasoning.thinking(service.text.ending(prompt))
 
 
 def _echo(body: ChatRequest) -> str:
@@ -109,6 +122,7 @@ class ChatJob:
     id: str
     model: str
     plan: AnswerPlan
+    thinking: Thinking | None = None
     lead: str = ""  # text that an echo begins with
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -191,11 +205,7 @@ class ChatJob:
 
     def parser(self) -> AnswerParser | None:
         """A parser of one choice; None where its text is shown as it is."""
-        if self.plan.reasoning is None:
-            return self.plan.parser(None)
-        if self.body.continue_final_message:
-            return self.plan.parser(self.plan.reasoning.continued(_text(self.body.messages[-1])))
-        return self.plan.parser(self.plan.reasoning.thinking(self.service.text.ending(self.prompt)))
+        return self.plan.parser(self.thinking)
 
     def _chunk_choice(
         self, output: CompletionOutput, parser: AnswerParser | None, new: AnswerDelta

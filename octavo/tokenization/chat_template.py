@@ -127,7 +127,9 @@ def load_chat_template(value: str) -> str:
     return text
 
 
-def flatten_messages(messages: Sequence[Mapping[str, Any]], as_parts: bool = False) -> list[dict[str, Any]]:
+def flatten_messages(
+    messages: Sequence[Mapping[str, Any]], as_parts: bool = False, keep_none: bool = True
+) -> list[dict[str, Any]]:
     """Messages as templates expect them: each content one string, tool arguments parsed.
 
     Args:
@@ -135,6 +137,7 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]], as_parts: bool = Fal
             whose texts are joined by newlines. Beside tool calls a content of None, or none at all,
             stays so, since templates ask for it; elsewhere it becomes an empty text.
         as_parts: give contents as lists of text parts instead of strings.
+        keep_none: False: it becomes an empty text there, too.
 
     Raises:
         RequestError: no message, a message without a role, a part that is not text.
@@ -152,7 +155,7 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]], as_parts: bool = Fal
             raise RequestError(f"{where} has no role: give system, user, assistant or tool", "messages")
         copy = dict(message)
         calls = message.get("tool_calls")
-        if message.get("content") is not None or not calls:
+        if message.get("content") is not None or not (calls and keep_none):
             texts = _texts(message.get("content"), where)
             copy["content"] = [{"type": "text", "text": t} for t in texts] if as_parts else "\n".join(texts)
         if calls:
@@ -240,7 +243,8 @@ def render_chat(
             f"the chat template does not parse (line {error.lineno}: {error.message}): correct it",
             "chat_template",
         ) from None
-    chat = flatten_messages(messages, as_parts=wants_parts)
+    # A template that knows no calls expects a text in every message.
+    chat = flatten_messages(messages, as_parts=wants_parts, keep_none="tool_calls" in template)
     final = ""
     if continue_final_message:
         final = _tag_final(chat[-1])

@@ -61,9 +61,10 @@ class Octavo:
 
 
 @contextlib.contextmanager
-def octavo(*args: str) -> Iterator[Octavo]:
+def octavo(*args: str, model: str | None = None) -> Iterator[Octavo]:
+    model = model or str(tiny.checkpoint("llama"))
     command = [
-        sys.executable, "-m", "octavo", "serve", str(tiny.checkpoint("llama")), "--served-model-name", "tiny",
+        sys.executable, "-m", "octavo", "serve", model, "--served-model-name", "tiny",
         "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--check-invariants",
         *args,
     ]  # fmt: skip

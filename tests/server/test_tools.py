@@ -27,6 +27,7 @@ ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Weather?"}],
     "tools": [WEATHER, TIME],
 }
+NAMES = ["get_weather", "get_time"]
 CITY = '{"city": "Malmö 🙂"}'
 TEXT = (
     "I look.\n<tool_call>\n"
@@ -187,6 +188,47 @@ def test_a_prompt_that_opens_or_ends_the_reasoning() -> None:
             assert (message["reasoning_content"], message["content"]) == want
         ask = {"messages": [{"role": "assistant", "content": "<think>and "}], "continue_final_message": True}
         assert server.post(CHAT, ask).json()["choices"][0]["message"]["reasoning_content"] == "so"
+
+
+def form_of(server: Running, **fields: Any) -> Any:
+    response = server.post(CHAT, ASK | fields)
+    assert response.status_code == 200, response.text
+    return server.engine.seen[-1][1].structured_outputs
+
+
+def test_when_a_form_is_asked_of_the_engine() -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    form = {"response_format": {"type": "json_object"}}
+    with server_of(TEXT, **AUTO) as server:
+        assert form_of(server) is None
+        assert form_of(server, tool_choice="none", **form).json_object
+        assert all(f'name\\": \\"{n}' in form_of(server, tool_choice="required").grammar for n in NAMES)
+        for choice in (named, some):
+            grammar = form_of(server, tool_choice=choice, **form).grammar
+            assert "get_time" in grammar and "get_weather" not in grammar
+            assert ("*" in grammar.partition("\n")[0]) == (choice is some)
+        assert "FREE" in form_of(server, tools=[strict, TIME]).grammar
+        assert "content" in form_of(server, **form).grammar
+        bad = server.post(CHAT, ASK | {"structured_outputs": {"grammar": "x"}}).json()["error"]
+        assert bad["param"] == "structured_outputs"
+        assert bytes(server.engine.seen[-1][0]).decode()
+    with server_of("[" + TEXT, enable_auto_tool_choice=False) as server:  # without a parser
+        assert form_of(server, tool_choice="required").grammar.startswith('start: "["')
+
+
+def test_the_form_waits_for_the_end_of_the_reasoning() -> None:
+    form = {"tool_choice": "none", "response_format": {"type": "json_object"}}
+    for parser, start in (("qwen3", "<think>"), ("deepseek_r1", None)):
+        with running(reasoning_parser=parser, trust_request_chat_template=True) as server:
+            for template, want in (
+                ("user", (start, "</think>")),
+                ("a <think>\n", (None, "</think>")),
+                ("a <think></think>", (None, None)),
+            ):
+                asked = form_of(server, **form, chat_template=template, max_tokens=1)
+                assert (asked.reasoning_start, asked.reasoning_end) == want and asked.json_object
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [

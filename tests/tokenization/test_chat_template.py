@@ -88,6 +88,14 @@ def test_parts_and_missing_contents() -> None:
     assert render_chat(asks, [{"role": "user", "content": parts}], {}) == "one\ntwo"
 
 
+def test_a_template_that_knows_no_calls_gets_texts() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert render_chat("{{ messages[1].content + '.' }}", chat, {}) == "."
+    knows = "{{ messages[1].content is none and messages[1].tool_calls | length == 1 }}"
+    assert render_chat(knows, chat, {}) == "True"
+
+
 def test_tool_calls_come_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]

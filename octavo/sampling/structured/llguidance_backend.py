@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from octavo.errors import RequestError
 from octavo.sampling.structured.backend import Backend, Grammar, GrammarState, Vocabulary
 from octavo.sampling.structured.json_runs import JsonRuns, RunTokens
+from octavo.sampling.structured.lark import after_reasoning, as_lark, structural_tags
 from octavo.sampling.structured.schema import prepare_schema
 from octavo.structured_outputs import StructuredOutputsParams
 
@@ -64,10 +65,14 @@ class LLGuidanceBackend(Backend):
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """See `Backend`."""
-        is_json = params.kind in ("json", "json_object")
+        # The bounds on JSON's runs count from a text's first character: reasoning is none.
+        is_json = (
+            params.kind in ("json", "json_object") or (params.kind == "grammar" and "%json" in params.text)
+        ) and params.reasoning_end is None
         tokenizer = self._json if is_json else self._text
         try:
-            matcher = LLMatcher(tokenizer, _source(params), log_level=0, limits=self._limits)
+            source = _source(params) if params.reasoning_end is None else self._after_reasoning(params)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
         except RequestError:
             raise
         except (ValueError, AssertionError) as error:  # what the library's Python part raises
@@ -75,6 +80,19 @@ class LLGuidanceBackend(Backend):
         if matcher.is_error():
             raise _refusal(params.kind, matcher.get_error())
         return _LLGrammar(params.kind, matcher, self._vocabulary, self._run_tokens if is_json else None)
+
+    def _after_reasoning(self, params: StructuredOutputsParams) -> str:
+        """A form that begins after free text, in the library's own language."""
+        assert params.reasoning_end is not None
+        form = as_lark(params)
+        return LLMatcher.grammar_from_lark(
+            after_reasoning(form, params.reasoning_start, params.reasoning_end, self._special_id)
+        )
+
+    def _special_id(self, text: str) -> int | None:
+        """The special token that a text is, if any."""
+        ids = self._vocabulary.encode(text)
+        return ids[0] if len(ids) == 1 and ids[0] in self._vocabulary.special_ids else None
 
 
 class _LLGrammar(Grammar):
@@ -162,34 +180,7 @@ def _source(params: StructuredOutputsParams) -> str:
         return grammar_from("choice", text)
     if kind == "grammar":
         return grammar_from("grammar", text)
-    return LLMatcher.grammar_from_lark(_tags(json.loads(text)))
-
-
-def _tags(given: dict[str, Any]) -> str:
-    """The library's grammar of structural tags."""
-    structures, triggers = given.get("structures"), given.get("triggers")
-    if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
-        raise RequestError(
-            f"{_FIELD}.structural_tag has no structures and triggers: give "
-            '{"structures": [{"begin", "schema", "end"}], "triggers": [...]}',
-            _FIELD,
-        )
-    tags = []
-    for structure in structures:
-        begin = structure.get("begin") if isinstance(structure, dict) else None
-        end, schema = (structure.get("end", ""), structure.get("schema")) if begin else ("", None)
-        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
-            raise RequestError(
-                f"{_FIELD}.structural_tag has a structure without begin (text), schema (object), end (text)",
-                _FIELD,
-            )
-        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
-        if trigger is None:
-            raise RequestError(
-                f"{_FIELD}.structural_tag: no trigger begins {_short(begin)!r}: name one in triggers", _FIELD
-            )
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=prepare_schema(schema), end=end))
-    return StructTag.to_grammar(tags, assume_special=False)
+    return LLMatcher.grammar_from_lark(structural_tags(json.loads(text)))
 
 
 def _short(message: str) -> str:

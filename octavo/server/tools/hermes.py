@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.server.tools.shape import CallShape, SpecialId
 from octavo.server.tools.tagged import TaggedJsonParser
 
 
@@ -10,4 +11,13 @@ class HermesParser(TaggedJsonParser):
 
     begin, end = "<tool_call>", "</tool_call>"
     markers = ("<tool_call>", "</tool_call>")
-    strict = True
+
+    @classmethod
+    def shape(cls, special_id: SpecialId) -> CallShape:
+        """See `ToolParser`."""
+        return CallShape(
+            lead=[cls.begin],
+            name=['\n{"name": "NAME", "arguments": '],
+            tail=["}\n", cls.end],
+            between=["\n"],
+        )

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from octavo.server.tools.json_reader import SPACES
+from octavo.server.tools.shape import CallShape, SpecialId
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ class ToolParser(ABC):
         guaranteed: a grammar makes sure that calls are well formed.
     """
 
-    strict: bool = False
-    """Whether `octavo.server.tools.forms` knows a grammar for the format."""
+    @classmethod
+    def shape(cls, special_id: SpecialId) -> CallShape | None:
+        """How calls are written, for grammars; None where their arguments are not JSON."""
+        return None
+
     markers: tuple[str, ...] = ()
     """Texts of the format that may be special tokens, which then must not be left out of the text."""
 
@@ -56,6 +60,7 @@ class ToolParser(ABC):
         self.cut = False
         self._delta = ToolDelta()
         self._count = 0
+        self._ids: set[str] = set()
         self._spaces = ""
         self._shown = False
         self._after_call = False
@@ -104,7 +109,10 @@ class ToolParser(ABC):
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         """Tell a new call; `_arguments` goes on with it."""
         self._spaces, self._after_call = self._spaces if self._shown else "", True
-        self._delta.calls.append(CallDelta(self._count, "", call_id or self._new_id(), name))
+        if not call_id or call_id in self._ids:
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._delta.calls.append(CallDelta(self._count, "", call_id, name))
         self._count += 1
 
     def _arguments(self, text: str) -> None:

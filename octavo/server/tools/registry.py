@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from octavo.server.tools.hermes import HermesParser
+from octavo.server.tools.llama3_json import Llama3JsonParser
+from octavo.server.tools.mistral import MistralParser
 from octavo.server.tools.parser import ToolParser
 
-TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser}
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}

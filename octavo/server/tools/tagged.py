@@ -59,7 +59,7 @@ class TaggedJsonParser(ToolParser):
         if call.status == Status.DONE:
             if not self._telling:
                 assert call.name is not None
-                self._begin_call(call.name, call.call_id)
+                self._begin_call(call.name)
                 self._arguments(call.arguments() or "{}")
             self._leave(ending=True)
         elif call.status == Status.BROKEN:

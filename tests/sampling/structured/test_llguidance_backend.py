@@ -104,6 +104,31 @@ def test_forms(backend, vocabulary, form, good, bad):
         assert not takes(grammar, vocabulary.encode(text), vocabulary), text
 
 
+@pytest.mark.parametrize("place", range(len(FORMS)))
+def test_forms_after_reasoning(backend, vocabulary, place):
+    """Every form begins after the mark, whatever stands before it; the mark may be a special token."""
+    form, good, bad = FORMS[place]
+    special = "<file_sep>"  # of this vocabulary: no reasoning mark, but one token that no text matches
+    for start, end in ((None, "</think>"), ("<think>", "</think>"), (None, special)):
+        params = StructuredOutputsParams(**form, reasoning_end=end, reasoning_start=start)
+        grammar = backend.compile(params)
+        thought = (start or "") + "\nHm, {é\n" + end + "\n\n"
+        for text in good:
+            text = text.lstrip("\n")
+            assert takes(grammar, vocabulary.encode(thought + text), vocabulary), (end, text)
+            alone = takes(grammar, vocabulary.encode(text), vocabulary)
+            assert alone == (start is not None), "without reasoning only where the start's absence says so"
+        for text in bad:
+            assert not takes(grammar, vocabulary.encode(thought + text), vocabulary), (end, text)
+
+
+def test_reasoning_start_needs_an_end():
+    with pytest.raises(RequestError, match="reasoning_end"):
+        StructuredOutputsParams(json_object=True, reasoning_start="<think>")
+    with pytest.raises(RequestError, match="reasoning_end"):
+        StructuredOutputsParams(json_object=True, reasoning_end="")
+
+
 def test_masks_say_what_would_be_accepted(backend, vocabulary):
     """Along random walks: tokens of the mask are accepted, others are not, and going back changes nothing."""
     draw = random.Random(3)
