@@ -123,6 +123,12 @@ def test_renders_as_transformers(file: str) -> None:
             want = reference.apply_chat_template(copy.deepcopy(chat), tokenize=False, **options)
         except Exception:
             refused += 1
+            if "tool_calls" not in template and name in ("null content", "no content"):
+                # A template that knows no calls adds the content up; ours gets an empty text.
+                texts = [message | {"content": message.get("content") or ""} for message in chat]
+                want = reference.apply_chat_template(texts, tokenize=False, **options)
+                assert render_chat(template, chat, special, **options) == want, where
+                continue
             with pytest.raises(RequestError):
                 render_chat(template, chat, special, **options)
             continue

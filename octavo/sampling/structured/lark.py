@@ -123,8 +123,10 @@ def after_reasoning(form: str, start: str | None, end: str, special_id: Callable
         rules = f"thought: FREE {last}\nFREE: {ANY_TEXT}\n"
     else:
         rules = f"thought[suffix={last}]: {ANY_TEXT}\n"
-    head = "thought" if start is None else f"(SPACES? {marker(start, special_id)} thought)?"
-    return f"start: {head} SPACES? form\n{rules}SPACES: /[ \\t\\r\\n]{{1,4}}/\nform: {nested(form)}\n"
+    head = "thought SPACES?"
+    if start is not None:
+        head = f"(SPACES? {marker(start, special_id)} {head})?"
+    return f"start: {head} form\n{rules}SPACES: /[ \\t\\r\\n]{{1,4}}/\nform: {nested(form)}\n"
 
 
 def _escape_slashes(expression: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.parsing import check_depth
-from octavo.server.tools.protocol import FunctionDefinition, Tool, ToolChoice, ToolChoiceObject
+from octavo.server.tools.protocol import FunctionDefinition, Tool, ToolChoice, ToolChoiceObject, parameters_of
 
 MAX_TOOLS = 1024
 
@@ -50,11 +50,6 @@ class ToolRequest:
 
 
 NO_TOOLS = ToolRequest((), (), ToolMode.NONE)
-
-
-def parameters_of(function: FunctionDefinition) -> dict[str, Any]:
-    """The schema of a function's arguments."""
-    return function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
 
 
 def tool_request(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:

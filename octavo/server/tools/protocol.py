@@ -20,6 +20,11 @@ class FunctionDefinition(Struct):
     """Calls follow the schema for sure: a grammar sees to it."""
 
 
+def parameters_of(function: FunctionDefinition) -> dict[str, Any]:
+    """The schema of a function's arguments."""
+    return function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
+
+
 class Tool(Struct):
     """A tool that a request offers."""
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.sampling.structured.lark import ANY_TEXT, json_expression, marker, nested
-from octavo.server.tools.choice import parameters_of
-from octavo.server.tools.protocol import FunctionDefinition
+from octavo.server.tools.protocol import FunctionDefinition, parameters_of
 
 SpecialId = Callable[[str], int | None]
 """The id of the special token that a text is, if it is one."""
