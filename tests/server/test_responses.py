@@ -401,8 +401,9 @@ def test_a_failure_in_a_stream_is_its_last_event(server: Running) -> None:
 
 
 def test_clients_that_leave_end_the_request() -> None:
-    with running(FakeEngine(delay=0.02)) as server:
-        with server.client.stream("POST", PATH, json=ASK | {"stream": True}) as answer:
+    with running(FakeEngine(delay=0.2)) as server:
+        ask = ASK | {"stream": True, "max_output_tokens": 150}
+        with server.client.stream("POST", PATH, json=ask) as answer:
             next(answer.iter_lines())
         until = time.monotonic() + 5
         while server.engine.live and time.monotonic() < until:

@@ -81,8 +81,9 @@ def test_cross_encoders_are_refused_by_name() -> None:
 
 
 def test_load_counts_what_runs() -> None:
-    with running(FakeEngine(delay=0.05)) as server:
+    with running(FakeEngine(delay=0.2)) as server:
         assert server.client.get("/load").json() == {"server_load": 0}
-        with server.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+        ask = {"prompt": "a", "stream": True, "max_tokens": 150}  # half a minute
+        with server.client.stream("POST", "/v1/completions", json=ask) as answer:
             next(answer.iter_lines())
             assert server.client.get("/load").json() == {"server_load": 1}
