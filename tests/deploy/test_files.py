@@ -31,7 +31,7 @@ def dockerfile() -> str:
 
 def words(instruction: str) -> list[str]:
     """The words of an instruction in its JSON form."""
-    [found] = re.findall(rf"^\s*{instruction} (\[.*\])$", dockerfile(), re.M)
+    [found] = re.findall(rf"\b{instruction} (\[.*\])$", dockerfile(), re.M)
     return list(yaml.safe_load(found))
 
 
