@@ -8,11 +8,20 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.errors import ConfigError
+from octavo.errors import (
+    ConfigError,
+    EngineAsleepError,
+    EngineDeadError,
+    RequestError,
+    RequestFailedError,
+)
 from octavo.messages import BucketCounts, CoreStats
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.server.metrics import Metrics
 from octavo.server.metrics.families import Namer, ValueHistogram
+from octavo.server.metrics.requests import RequestHistograms, RequestRecord
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 
@@ -200,3 +209,23 @@ def test_http_requests_are_counted_by_path_method_and_answer() -> None:
         ("/v1/models/{model}", "GET", "4xx"): 1,
         ("none", "GET", "4xx"): 2,
     }
+
+
+def test_how_a_record_ends_is_counted_once() -> None:
+    def ends(error: Exception | None, told: bool) -> dict[str, int]:
+        histograms = RequestHistograms(128)
+        record = RequestRecord(histograms, SamplingParams(n=2))
+        if told:
+            record.observe(RequestOutput("r", None, [1], [CompletionOutput(0, "a", [7])], finished=False))
+        if error is not None:
+            record.fail(error)
+        record.close()
+        record.close()
+        return {reason: count for reason, count in histograms.finished.items() if count}
+
+    assert ends(None, told=False) == ends(None, told=True) == {"abort": 2}
+    for refusal in (RequestError("no"), EngineAsleepError("asleep")):
+        assert ends(refusal, told=False) == {}
+        assert ends(refusal, told=True) == {"error": 2}
+    for failure in (RequestFailedError("failed"), EngineDeadError("dead"), KeyError("ours")):
+        assert ends(failure, told=False) == ends(failure, told=True) == {"error": 2}

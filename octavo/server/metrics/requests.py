@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from octavo.errors import RequestError
+from octavo.errors import EngineAsleepError, RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.metrics.families import (
@@ -114,11 +114,11 @@ class RequestRecord:
         return told if out.finished and told > 0 else now - self._arrival
 
     def fail(self, error: Exception) -> None:
-        """The request ends with an error. One that the engine found wrong before any token never ran, and
+        """The request ends with an error. One that the engine refused before any token never ran, and
         counts nowhere."""
         if not self._closed:
             self._closed = True
-            if self._last or not isinstance(error, RequestError):
+            if self._last or not isinstance(error, RequestError | EngineAsleepError):
                 self._metrics.finished["error"] += self._unfinished
 
     def close(self) -> None:
