@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import pytest
 from octavo.server.debug_kv import MOST_CELLS
 from tests.server.conftest import running
 from tests.server.fakes import FakeEngine
-
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+from tests.server.page.browser import NAMES, find
 
 
 def engine(num_owned: int = 100) -> FakeEngine:
@@ -80,9 +78,9 @@ def test_the_page_asks_nobody_else():
 
 
 def test_a_browser_draws_the_map(tmp_path: Path):
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = find()
     if browser is None:
-        pytest.skip(f"no browser that runs without a screen ({', '.join(BROWSERS)})")
+        pytest.skip(f"no browser that runs without a screen ({', '.join(NAMES)})")
     with running(engine(), enable_kv_debug=True) as server:
         done = subprocess.run(
             [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",

@@ -143,6 +143,12 @@ class Page:
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def reload(self) -> None:
+        """Load the same address again and wait until its scripts have run."""
+        self.eval("window.old = true")
+        self.call("Page.reload")
+        self.wait("document.readyState === 'complete' && window.old === undefined")
+
     def eval(self, code: str) -> Any:
         """The value of an expression, as JSON values; promises are waited for."""
         told = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
@@ -150,10 +156,10 @@ class Page:
         return told["result"].get("value")
 
     def wait(self, code: str, seconds: float = 20.0) -> Any:
-        """Evaluate an expression until it is true; its value."""
+        """Evaluate an expression until it is true; its value (True for an element)."""
         until = time.monotonic() + seconds
         while True:
-            value = self.eval(code)
+            value = self.eval(f"(found => found instanceof Node || found)({code})")
             if value:
                 return value
             assert time.monotonic() < until, f"not within {seconds:g} s: {code}\n{self.text()[:2000]}"
@@ -164,7 +170,8 @@ class Page:
         return str(self.eval("document.body.innerText"))
 
     def choose(self, selector: str, value: str) -> None:
-        """Set a field's or a list's value as a user would."""
+        """Set a field's or a list's value as a user would, once it is there."""
+        self.wait(f"document.querySelector({json.dumps(selector)})")
         self.eval(
             f"(e => {{ e.value = {json.dumps(value)}; e.dispatchEvent(new Event('input', {{bubbles: true}}));"
             f" e.dispatchEvent(new Event('change', {{bubbles: true}})); }})"
