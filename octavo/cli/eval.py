@@ -55,6 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Tokens that each window scores; the rest of it is context. Default: as many as can be.",
     )
     parser.add_argument("--max-tokens", type=_tokens, metavar="N", help="Most tokens to score. Default: all.")
+    parser.add_argument(
+        "--max-ppl-rise",
+        type=_share,
+        metavar="SHARE",
+        help="Exit with 1 if perplexity is higher than the baseline's by more (0.5%% or 0.005).",
+    )
+    parser.add_argument(
+        "--max-kl", type=_nats, metavar="NATS", help="Exit with 1 if the mean divergence is larger."
+    )
+    parser.add_argument(
+        "--min-agreement",
+        type=_share,
+        metavar="SHARE",
+        help="Exit with 1 if the likeliest token is the same at a smaller share of positions (99%%).",
+    )
     parser.add_argument("--json", metavar="FILE", help="Write settings, all figures and a record per window.")
     parser.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
     add_config_arguments(parser, EngineConfig, "engine")
@@ -65,11 +80,16 @@ def run(args: argparse.Namespace) -> int:
     from octavo.config import EngineConfig, config_from_args
     from octavo.engine.cpu_libraries import settle_libraries
     from octavo.eval.texts import read_texts
+    from octavo.eval.thresholds import Thresholds
 
     # Everything that can be wrong with the command line is told before a model is loaded.
     check_writable(args.json)
     config = config_from_args(args, EngineConfig)
     baseline = baseline_config(args, config)
+    thresholds = Thresholds(args.max_ppl_rise, args.max_kl, args.min_agreement)
+    if thresholds.given and baseline is None:
+        option = next(iter(thresholds.given)).replace("_", "-")
+        raise ConfigError(f"--{option} compares with a baseline: give --baseline or --baseline-args")
     file = read_texts(args.text)
 
     settle_libraries()
@@ -86,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
             bar.update(tokens - bar.n)
 
         evaluation = evaluate(config, file.texts, options, baseline, bar.reset, show)
-    report = make_report(evaluation, file)
+    report = make_report(evaluation, file, thresholds)
     print(report.text)
     if args.json:
         save(args.json, report)
-    return 0
+    return 1 if report.failed else 0
 
 
 def baseline_config(args: argparse.Namespace, config: EngineConfig) -> EngineConfig | None:
@@ -119,6 +139,25 @@ def baseline_config(args: argparse.Namespace, config: EngineConfig) -> EngineCon
 class _BaselineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"baseline-args: {message}")
+
+
+def _share(text: str) -> float:
+    from octavo.eval.thresholds import parse_share
+
+    try:
+        return parse_share(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _nats(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of nats: write for example 0.01")
+    return value
 
 
 def _tokens(text: str) -> int:

@@ -104,7 +104,10 @@ def evaluate(
                     figures.setdefault(name, []).append(values)
                 done, total = done + len(found["nll"]), total + float(found["nll"].sum())
             on_progress(done, exponential(total / done))
-        ran = [_describe(subject, engine) for subject, engine in zip(subjects, engines, strict=True)]
+        computed = sum(len(window.token_ids) - 1 for window in windows)
+        ran = [
+            _describe(subject, engine, computed) for subject, engine in zip(subjects, engines, strict=True)
+        ]
     whole = {name: np.concatenate(parts) for name, parts in figures.items()}
     blocks = Blocks([window.num_scored for window in windows])
     summary = {
@@ -177,8 +180,9 @@ def _check_finite(found: dict[str, np.ndarray], subjects: Sequence[Subject], don
             )
 
 
-def _describe(subject: Subject, engine: PromptEngine) -> dict[str, Any]:
-    """Settings of an engine without secrets, what runs by its own account, and its time in steps."""
+def _describe(subject: Subject, engine: PromptEngine, computed: int) -> dict[str, Any]:
+    """Settings of an engine without secrets, what runs by its own account, its memory, and its time in steps
+    of `computed` tokens in all (the head apart)."""
     shown = [spec.name for spec in fields(engine.config) if spec.repr]
     return {
         "name": subject.name,
@@ -187,6 +191,8 @@ def _describe(subject: Subject, engine: PromptEngine) -> dict[str, Any]:
         "max_model_len": engine.facts.max_model_len,
         "max_num_batched_tokens": engine.facts.max_num_batched_tokens,
         "forward_s": engine.seconds,
+        "tokens_per_s": computed / engine.seconds if engine.seconds else 0.0,
+        "weight_bytes": engine.facts.memory["weights"],
     }
 
 

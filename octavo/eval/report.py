@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.bench.report import Report, Row, table
 from octavo.eval.divergence import TOP
 from octavo.eval.evaluate import PERCENTILES, Evaluation
 from octavo.eval.texts import TextFile
+from octavo.eval.thresholds import Thresholds
 
 _LIBRARIES = ("torch", "numpy", "tokenizers", "transformers", "triton", "gguf")
 
 
-def make_report(evaluation: Evaluation, file: TextFile) -> Report:
-    """All of an evaluation, with the text's digest and the versions of the libraries that took part."""
+def make_report(evaluation: Evaluation, file: TextFile, thresholds: Thresholds | None = None) -> Report:
+    """All of an evaluation, with the text's digest and the versions of the libraries that took part; failed
+    where a threshold is not kept."""
     versions = {
         name: str(sys.modules[name].__version__)
         for name in _LIBRARIES
@@ -23,11 +26,28 @@ def make_report(evaluation: Evaluation, file: TextFile) -> Report:
     }
     text = {"path": file.path, "sha256": file.sha256}
     settings = {"text": text, **evaluation.settings, "versions": versions}
-    return Report("eval", settings, evaluation.summary, evaluation.windows, render(evaluation))
+    judged = thresholds.judge(evaluation.summary) if thresholds is not None and thresholds.given else {}
+    summary = {**evaluation.summary, "thresholds": judged} if judged else evaluation.summary
+    failed = not all(one["kept"] for one in judged.values())
+    return Report("eval", settings, summary, evaluation.windows, render(evaluation, judged), failed)
 
 
-def render(evaluation: Evaluation) -> str:
-    """Named figures, each with its standard error, one a line."""
+_BOUNDS = {"max_ppl_rise": ("Perplexity's rise", "%"), "max_kl": ("Mean divergence", ""),
+           "min_agreement": ("Likeliest token the same", "%")}  # fmt: skip
+
+
+def _judgement(judged: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    rows: list[Row] = []
+    for name, one in judged.items():
+        label, unit = _BOUNDS[name]
+        found, bound = (f"{one[key] * (100.0 if unit else 1.0):.4g}{unit}" for key in ("found", "bound"))
+        wanted = ("at least " if name.startswith("min") else "at most ") + bound
+        rows.append((label, f"{found}, {wanted}: {'kept' if one['kept'] else 'FAILED'}"))
+    return rows
+
+
+def render(evaluation: Evaluation, judged: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """Named figures, each with its standard error, one a line; then what became of thresholds."""
     found, settings = evaluation.summary, evaluation.settings
     compared = settings["baseline"] is not None
     heads = _engine("Model", settings["model"])
@@ -56,6 +76,7 @@ def render(evaluation: Evaluation) -> str:
             ("Perplexity", perplexity),
             ("KL divergence from the baseline (nats)", divergence),
             ("Agreement (%)", agreement),
+            ("Thresholds", _judgement(judged or {})),
         ],
     )
 
@@ -88,4 +109,9 @@ def _engine(label: str, described: dict[str, Any]) -> list[Row]:
     """What ran, by its own account: not what was asked for."""
     ran = described["ran"]
     rows: list[Row] = [(label, f"{described['name']} ({ran['dtype']}, {ran['device'].partition(' ')[0]})")]
-    return rows + ([("  weights", ran["weights"])] if "weights" in ran else [])
+    rows += [("  weights", ran["weights"])] if "weights" in ran else []
+    return [
+        *rows,
+        ("  memory of weights (MB)", described["weight_bytes"] / 1e6),
+        ("  forward pass (tokens/s)", described["tokens_per_s"]),
+    ]

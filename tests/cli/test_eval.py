@@ -68,10 +68,36 @@ def test_a_named_baseline_does_not_take_over_what_is_computed(model, text, tmp_p
     assert (baseline["block_size"], baseline["num_threads"], baseline["device"]) == (16, 1, "cpu")
 
 
+def test_thresholds_decide_the_exit_code(model, text, capsys, tmp_path):
+    out = tmp_path / "eval.json"
+    args = ["--text", text, "--window", "64", "--baseline-args=--dtype bfloat16", "--json", str(out), *ENGINE]
+    wide = ["--max-ppl-rise", "50%", "--max-kl", "1", "--min-agreement", "0.5"]
+    assert main(["eval", model, *args, *wide]) == 0
+    assert capsys.readouterr().out.count(": kept") == 3
+    summary = json.loads(out.read_text())["summary"]
+    kl = summary["kl_mean"]
+    assert 0 < kl < 0.01
+    assert summary["thresholds"]["max_ppl_rise"]["found"] == pytest.approx(summary["perplexity_ratio"] - 1)
+    assert main(["eval", model, *args, *wide, "--max-kl", str(kl / 2)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("FAILED") == 1 and shown.count(": kept") == 2
+    judged = json.loads(out.read_text())["summary"]["thresholds"]
+    assert [one["kept"] for one in judged.values()] == [True, False, True]
+    for described in ("model", "baseline"):
+        told = json.loads(out.read_text())["config"][described]
+        assert told["tokens_per_s"] > 0 and told["weight_bytes"] > 0
+    config = json.loads(out.read_text())["config"]
+    assert config["model"]["weight_bytes"] > 1.5 * config["baseline"]["weight_bytes"]
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
         ([], "--text"),
+        (["--text", "TEXT", "--max-kl", "0.1"], "--max-kl compares with a baseline: give --baseline"),
+        (["--text", "TEXT", "--max-ppl-rise", "high"], "'high' is no share: write for example 0.5%"),
+        (["--text", "TEXT", "--min-agreement", "101%"], "'101%' is no share"),
+        (["--text", "TEXT", "--max-kl", "nan"], "'nan' is no number of nats"),
         (["--text", "none.txt"], "text='none.txt' cannot be read"),
         (["--text", "TEXT", "--window", "0"], "'0' is not a number of at least 1 token"),
         (["--text", "TEXT", "--window", "1"], "window=1 is too small"),
