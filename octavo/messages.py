@@ -350,6 +350,21 @@ class BlockCopies:
 
 
 @dataclass
+class DraftOrder:
+    """What the workers draft after a step.
+
+    Attributes:
+        counts: int32 `[n]`, tokens for each request of the plan.
+        updates: new entries of the draft's block tables, by its KV groups.
+        catch_up: tokens of the requests' texts that the draft has to compute before.
+    """
+
+    counts: np.ndarray
+    updates: list[BlockUpdate]
+    catch_up: int = 0
+
+
+@dataclass
 class StepPlan:
     """One step of one replica: which requests get how many rows, and what changed since the last.
 
@@ -371,7 +386,10 @@ class StepPlan:
             under a mask, or None. Such a step draws nothing before its `TokenMasks` have come.
         num_drafts: int32 `[n]`, how many of a request's last rows compute drafts: each of these, and the row
             before them, yields a token, which stands if all drafts before it do. None: nobody has drafts.
-        draft_tokens: int32 `[sum of num_drafts]`, those of one request after another.
+        draft_tokens: int32 `[sum of num_drafts]`, those of one request after another; None: the workers made
+            them, and they stand behind the known tokens in their token table.
+        propose: what the workers draft once the step's tokens are known there; None: nothing.
+        in_doubt: int32 `[n]`, by how much `start` may be too high: drafts that steps in flight judge.
     """
 
     step_id: int
@@ -387,6 +405,8 @@ class StepPlan:
     masked: np.ndarray | None = None
     num_drafts: np.ndarray | None = None
     draft_tokens: np.ndarray | None = None
+    propose: DraftOrder | None = None
+    in_doubt: np.ndarray | None = None
 
     @property
     def total_rows(self) -> int:
@@ -420,6 +440,7 @@ class StepResult:
         prompt_logprobs: per request in plan order, entries of the step's prompt rows, or None.
         pooled: per request in plan order, its text's vector as native float32, or None.
         copies_done: numbers of `BlockCopies` that are through since the last result.
+        draft_seconds: that the workers took to draft after the step (0: they did not, or it isn't known).
         copies_failed: numbers of those whose host blocks could not be read or written; they touch no block
             any more. Every number is named once in either list, also if its step failed (then by a later
             step's result): until then its blocks stay held.
@@ -432,6 +453,7 @@ class StepResult:
     pooled: list[bytes | None] | None = None
     copies_done: list[int] = field(default_factory=list)
     copies_failed: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -449,6 +471,8 @@ class ModelFacts:
         summary: start-up figures for the log, by name.
         pooling_type: LAST, MEAN or CLS of an engine that makes embeddings, else None.
         step_weight_bytes: bytes of weights that a step reads, at most (0: not known).
+        draft_groups: KV groups of the draft model, [] without one.
+        num_draft_blocks: blocks of its own pool.
         num_host_blocks: slots of the host tier, each for one block (0: there is none).
         host_copy_rate: bytes per second that blocks are copied at between host and device, measured at start.
         prefill_rate: tokens per second that a long prompt is computed at, measured or estimated at start.
@@ -469,6 +493,8 @@ class ModelFacts:
     host_copy_rate: float = 0.0
     prefill_rate: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
+    draft_groups: list[KVGroup] = field(default_factory=list)
+    num_draft_blocks: int = 0
 
     @property
     def kv_capacity(self) -> int:

@@ -15,6 +15,7 @@ from octavo.engine.grammar_compiler import GrammarCompiler
 from octavo.engine.grammar_masks import begin_masks, collect_masks
 from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from octavo.errors import ConfigError, EngineDeadError, RequestError
+from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.groups import page_bytes
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
@@ -101,6 +102,9 @@ class EngineCore:
             ),
             self.kv,
             None if speculative is None else make_host_proposer(speculative),
+            DraftBlocks(facts.draft_groups, facts.num_draft_blocks, config.max_num_seqs)
+            if facts.num_draft_blocks
+            else None,
         )
 
     @property
@@ -203,7 +207,7 @@ class EngineCore:
             return self._fail(oldest, error)
         if self.scheduler.drafting is not None:
             end = time.perf_counter()
-            self.scheduler.drafting.timed(oldest.plan, end - max(begin, self._last_end))
+            self.scheduler.drafting.timed(oldest.plan, result, end - max(begin, self._last_end))
             self._last_end = end
         return self._update(oldest, result)
 

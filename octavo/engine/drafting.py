@@ -3,103 +3,70 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 
 import numpy as np
 
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
-from octavo.messages import CoreStats, StepPlan, StepResult
+from octavo.messages import CoreStats, DraftOrder, StepPlan, StepResult
 from octavo.speculative.adaptive import Adaptation
 from octavo.speculative.proposer import HostProposer
 
 
-class Drafting:
-    """Owns the proposer, the drafts of the step that is being planned, and what is learnt from the verifier.
+class Drafting(ABC):
+    """Decides which rows of a step judge drafts; learns from the verifier how many pay.
 
-    Drafts are proposed from tokens that are known: no step that draws tokens is in flight meanwhile.
+    Attributes:
+        awake: whether the tokens of all earlier steps must be known before the next one is planned.
     """
 
-    def __init__(self, proposer: HostProposer, slots: Slots, most: int, adaptive: bool, max_rows: int):
+    def __init__(self, slots: Slots, num_kinds: int, most: int, adaptive: bool, max_rows: int):
         """
         Args:
+            num_kinds: sorts of proposals (`octavo.speculative.proposer.Proposal`).
             most: drafts of a request.
+            adaptive: False: always `most`.
             max_rows: rows of logits that a step may have, drafts included.
         """
         num_slots = len(slots.num_tokens)
-        self._proposer, self._slots, self._most = proposer, slots, most
-        self._adaptive = adaptive
-        self._max_rows = max_rows
-        self._adaptation = Adaptation(num_slots, proposer.num_kinds, most)
-        self._tokens = np.zeros((num_slots, most), np.int32)
-        self._kinds = np.zeros(num_slots, np.int64)
-        slots.on_enter.append(self._enter)
-        slots.on_leave.append(self._leave)
+        self.slots, self.most, self.adaptive, self.max_rows = slots, most, adaptive, max_rows
+        self.adaptation = Adaptation(num_slots, num_kinds, most)
+        self.kinds = np.zeros(num_slots, np.int64)
+        slots.on_enter.append(self.enter)
+        slots.on_leave.append(self.leave)
 
     @property
     def awake(self) -> bool:
-        """Whether the next step is to have drafts: then the tokens of all steps before must be known."""
-        return not self._adaptive or self._adaptation.awake
+        return False
 
+    @abstractmethod
     def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
         """Set `Slots.num_drafts` of requests in slots `run`, and count their rows in.
 
         Args:
-            run: int64 `[n]`; of the requests that get one row, those are drafted for whose tokens are known.
+            run: int64 `[n]`; drafts are judged for requests that get one row.
             rows: int32 `[n]`, changed.
             budget: rows that drafts may take.
         """
-        slots = self._slots
-        slots.num_drafts[run] = 0
-        if not self.awake or budget <= 0:
-            return
-        known = slots.num_known[run]
-        chosen = np.flatnonzero((rows == 1) & (slots.num_tokens[run] == known))
-        room = slots.max_total[run] - known - 1
-        begin = time.perf_counter()
-        counts, own = [], []
-        for i in chosen[room[chosen] > 0].tolist():
-            slot = int(run[i])
-            count = self._propose_one(slot, int(known[i]), min(self._most, int(room[i])))
-            if count:
-                own.append(i)
-                counts.append(count)
-        if not len(chosen):
-            return
-        seconds = time.perf_counter() - begin
-        places, most = np.array(own, np.int64), min(budget, max(0, self._max_rows - len(run)))
-        granted = self._grant(run[places], np.array(counts, np.int64), int(rows.sum()), most, seconds)
-        slots.num_drafts[run[places]] = granted
-        rows[places] += granted.astype(np.int32)
 
-    def _propose_one(self, slot: int, known: int, most: int) -> int:
-        request = self._slots.at(slot)
-        grammar = request.grammar
-        if grammar is not None and grammar.slow:
-            return 0
-        proposal = self._proposer.propose(slot, self._slots.tokens[slot, :known], most)
-        count = len(proposal.tokens)
-        if count and grammar is not None:
-            count = grammar.allowed(proposal.tokens.tolist())
-        self._tokens[slot, :count] = proposal.tokens[:count]
-        self._kinds[slot] = proposal.kind
-        return count
+    def tokens(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+        """The drafts of some requests one after another, int32 `[sum of counts]`; None: the workers have
+        them."""
+        return None
 
-    def _grant(self, own: np.ndarray, counts: np.ndarray, rows: int, most: int, seconds: float) -> np.ndarray:
-        """How many of each one's drafts are judged, int64 `[n]`."""
-        if self._adaptive:
-            odds = self._adaptation.acceptance.odds(own, self._kinds[own])
-            odds[np.arange(self._most) >= counts[:, None]] = 0.0
-            return self._adaptation.choose(odds, rows, most, seconds)
-        before = np.cumsum(counts) - counts
-        return np.clip(most - before, 0, counts)
+    def plan_next(self, slots: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
+        """What the workers draft after a step; None: nothing.
+
+        Args:
+            slots: int64 `[n]`, the step's requests, whose rows and tokens are counted already.
+            samples: bool `[n]`.
+        """
+        return None
 
     def cut(self, slots: np.ndarray, rows: np.ndarray) -> None:
         """Some requests got fewer rows than they were to have."""
-        self._slots.num_drafts[slots] = np.minimum(self._slots.num_drafts[slots], np.maximum(rows - 1, 0))
-
-    def tokens(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The drafts of some requests one after another, int32 `[sum of counts]`."""
-        return self._tokens[slots][np.arange(self._most) < counts[:, None]]
+        self.slots.num_drafts[slots] = np.minimum(self.slots.num_drafts[slots], np.maximum(rows - 1, 0))
 
     def judged(self, plan: StepPlan, live: np.ndarray, result: StepResult, stats: CoreStats) -> None:
         """Learn what the verifier said of a step's drafts.
@@ -111,25 +78,101 @@ class Drafting:
         chosen = np.flatnonzero(live & (plan.num_drafts > 0) & (result.num_tokens > 0))
         slots, drafted = plan.slots[chosen], plan.num_drafts[chosen]
         stood = result.num_tokens[chosen] - 1
-        self._adaptation.acceptance.judged(slots, self._kinds[slots], drafted, stood)
+        self.adaptation.acceptance.judged(slots, self.kinds[slots], drafted, stood)
         stats.spec_drafts += len(chosen)
         stats.spec_draft_tokens += int(drafted.sum())
         stats.spec_accepted_tokens += int(stood.sum())
-        by_position = (stood[:, None] > np.arange(self._most)).sum(0).tolist()
+        by_position = (stood[:, None] > np.arange(self.most)).sum(0).tolist()
         stats.spec_accepted_per_pos = [
-            a + b for a, b in zip(stats.spec_accepted_per_pos or [0] * self._most, by_position, strict=True)
+            a + b for a, b in zip(stats.spec_accepted_per_pos or [0] * self.most, by_position, strict=True)
         ]
 
-    def timed(self, plan: StepPlan, seconds: float) -> None:
+    def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """A step took so long, its result included."""
-        self._adaptation.passed(seconds)
+        self.adaptation.passed(seconds)
         drafts = 0 if plan.num_drafts is None else plan.num_drafts
         if plan.samples.all() and not plan.admissions and (plan.num_rows == 1 + drafts).all():
-            self._adaptation.times.add(plan.total_rows, seconds)
+            self.adaptation.times.add(plan.total_rows, seconds - result.draft_seconds)
 
-    def _enter(self, request: Request) -> None:
+    def enter(self, request: Request) -> None:
+        """A request has come into its slot."""
+        self.adaptation.acceptance.enter(request.slot)
+
+    def leave(self, request: Request) -> None:  # noqa: B027 (not every kind keeps something of a request)
+        """A request leaves its slot."""
+
+
+class HostDrafting(Drafting):
+    """Owns a proposer on the host, and the drafts of the step that is being planned.
+
+    Drafts are proposed from tokens that are known: no step that draws tokens is in flight meanwhile.
+    """
+
+    def __init__(self, proposer: HostProposer, slots: Slots, most: int, adaptive: bool, max_rows: int):
+        super().__init__(slots, proposer.num_kinds, most, adaptive, max_rows)
+        self._proposer = proposer
+        self._tokens = np.zeros((len(slots.num_tokens), most), np.int32)
+
+    @property
+    def awake(self) -> bool:
+        return not self.adaptive or self.adaptation.awake
+
+    def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
+        """See `Drafting`."""
+        slots = self.slots
+        slots.num_drafts[run] = 0
+        if not self.awake or budget <= 0:
+            return
+        known = slots.num_known[run]
+        chosen = np.flatnonzero((rows == 1) & (slots.num_tokens[run] == known))
+        room = slots.max_total[run] - known - 1
+        begin = time.perf_counter()
+        counts, own = [], []
+        for i in chosen[room[chosen] > 0].tolist():
+            slot = int(run[i])
+            count = self._propose_one(slot, int(known[i]), min(self.most, int(room[i])))
+            if count:
+                own.append(i)
+                counts.append(count)
+        if not len(chosen):
+            return
+        seconds = time.perf_counter() - begin
+        places, most = np.array(own, np.int64), min(budget, max(0, self.max_rows - len(run)))
+        granted = self._grant(run[places], np.array(counts, np.int64), int(rows.sum()), most, seconds)
+        slots.num_drafts[run[places]] = granted
+        rows[places] += granted.astype(np.int32)
+
+    def _propose_one(self, slot: int, known: int, most: int) -> int:
+        request = self.slots.at(slot)
+        grammar = request.grammar
+        if grammar is not None and grammar.slow:
+            return 0
+        proposal = self._proposer.propose(slot, self.slots.tokens[slot, :known], most)
+        count = len(proposal.tokens)
+        if count and grammar is not None:
+            count = grammar.allowed(proposal.tokens.tolist())
+        self._tokens[slot, :count] = proposal.tokens[:count]
+        self.kinds[slot] = proposal.kind
+        return count
+
+    def _grant(self, own: np.ndarray, counts: np.ndarray, rows: int, most: int, seconds: float) -> np.ndarray:
+        """How many of each one's drafts are judged, int64 `[n]`."""
+        if self.adaptive:
+            odds = self.adaptation.acceptance.odds(own, self.kinds[own])
+            odds[np.arange(self.most) >= counts[:, None]] = 0.0
+            return self.adaptation.choose(odds, rows, most, seconds)
+        before = np.cumsum(counts) - counts
+        return np.clip(most - before, 0, counts)
+
+    def tokens(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """See `Drafting`."""
+        return self._tokens[slots][np.arange(self.most) < counts[:, None]]
+
+    def enter(self, request: Request) -> None:
+        """See `Drafting`."""
+        super().enter(request)
         self._proposer.enter(request.slot)
-        self._adaptation.acceptance.enter(request.slot)
 
-    def _leave(self, request: Request) -> None:
+    def leave(self, request: Request) -> None:
+        """See `Drafting`."""
         self._proposer.leave(request.slot, request.token_ids, request.prompt_len, request.done)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from octavo.engine.drafting import Drafting
+from octavo.engine.drafting import Drafting, HostDrafting
 from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.outlook import Outlook
@@ -35,6 +35,8 @@ from octavo.engine.tables import (
     shared_blocks,
 )
 from octavo.engine.trials import TrialQueue, Trials
+from octavo.engine.worker_drafting import WorkerDrafting
+from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import (
     ITERATION_BOUNDS,
@@ -85,16 +87,28 @@ class Scheduler:
     reported never changes.
     """
 
-    def __init__(self, limits: SchedulerLimits, kv: KVManager, proposer: HostProposer | None = None):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        proposer: HostProposer | None = None,
+        draft_blocks: DraftBlocks | None = None,
+    ):
+        """
+        Args:
+            proposer: drafts on the host.
+            draft_blocks: those of a model that drafts on the workers.
+        """
         self.limits = limits
         self.kv = kv
         self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
         self.drafting: Drafting | None = None
+        rows = max(limits.max_num_seqs, min(_LOGITS_ROWS, limits.max_num_batched_tokens))
+        bounds = (limits.num_speculative_tokens, limits.adaptive_drafts, rows)
         if proposer is not None:
-            rows = max(limits.max_num_seqs, min(_LOGITS_ROWS, limits.max_num_batched_tokens))
-            self.drafting = Drafting(
-                proposer, self._slots, limits.num_speculative_tokens, limits.adaptive_drafts, rows
-            )
+            self.drafting = HostDrafting(proposer, self._slots, *bounds)
+        elif draft_blocks is not None:
+            self.drafting = WorkerDrafting(draft_blocks, self._slots, *bounds, limits.max_num_batched_tokens)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()
@@ -503,6 +517,7 @@ class Scheduler:
         start = self._slots.num_computed[slots]
         self._slots.num_computed[slots] += counts
         drafts = self._drafts(slots, counts)
+        doubt = None if self.drafting is None else self._slots.in_doubt[slots]
         if drafts is not None:
             self._slots.num_tokens[slots] += drafts
             self._slots.in_doubt[slots] += drafts
@@ -526,6 +541,8 @@ class Scheduler:
             masked=masked.astype(np.int32) if len(masked) else None,
             num_drafts=drafts,
             draft_tokens=None if drafts is None else self._draft_tokens(slots, drafts),
+            propose=None if self.drafting is None else self.drafting.plan_next(slots, samples),
+            in_doubt=doubt,
         )
         grammars = self._expect_tokens(slots[masked])
         self._slots.register(slots, self._slots.num_computed[slots], self._step)
@@ -543,7 +560,7 @@ class Scheduler:
         drafts = self._slots.num_drafts[slots]
         return drafts if drafts.any() else None
 
-    def _draft_tokens(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+    def _draft_tokens(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray | None:
         assert self.drafting is not None
         return self.drafting.tokens(slots, drafts)
 
@@ -555,8 +572,8 @@ class Scheduler:
             assert grammar is not None
             grammar.pending += 1
             if self.drafting is not None:
-                count = self._slots.num_drafts[slot : slot + 1]
-                grammar.drafts = self.drafting.tokens(np.array([slot]), count).tolist()
+                drafts = self.drafting.tokens(np.array([slot]), self._slots.num_drafts[slot : slot + 1])
+                grammar.drafts = [] if drafts is None else drafts.tolist()
             self._slots.held[slot] = grammar.slow
             grammars.append(grammar)
         return grammars

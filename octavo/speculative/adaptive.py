@@ -35,6 +35,13 @@ class Adaptation:
         """Whether drafts should be proposed for the next step."""
         return self._credit > 0
 
+    def spend(self, seconds: float) -> bool:
+        """Whether a trial that takes so long may be made; it is counted then."""
+        if seconds > self._credit:
+            return False
+        self._credit -= seconds
+        return True
+
     def passed(self, seconds: float) -> None:
         """A step has taken so long, drafts or not."""
         self._credit = min(_MOST_CREDIT, self._credit + _SHARE * seconds)

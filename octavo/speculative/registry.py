@@ -7,7 +7,8 @@ from octavo.speculative.proposer import HostProposer
 from octavo.speculative_config import SpeculativeConfig
 
 
-def make_host_proposer(config: SpeculativeConfig) -> HostProposer:
-    """The proposer of a method that drafts on the host."""
-    assert config.method == "ngram", config.method
+def make_host_proposer(config: SpeculativeConfig) -> HostProposer | None:
+    """The proposer of a method that drafts on the host; None: it drafts on the workers."""
+    if config.method != "ngram":
+        return None
     return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)

@@ -18,6 +18,8 @@ from octavo.sampling.processors import upload
 from octavo.sampling.sampler import RowMasks, Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
+from octavo.speculative.draft_model import DraftModel
+from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
@@ -58,6 +60,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
         self.recorded = RecordedSteps(model, kv_caches) if records else None
         self._transfer = TokenTransfer(max_num_seqs * (1 + max_drafts), device)
+        self.draft: DraftModel | None = None
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
@@ -66,6 +69,8 @@ class ModelRunner:
         self.batch.apply(plan)
         for admission in plan.admissions:
             self.sampling.add(admission)
+        if self.draft is not None:
+            self.draft.enter(np.array([a.slot for a in plan.admissions], np.int64))
         graph_size = self.graphs.size_for(plan) if self.graphs is not None else None
         inputs = self.batch.layout(plan, graph_size)
         hidden: torch.Tensor | None = None
@@ -76,7 +81,9 @@ class ModelRunner:
                 plan.slots
             ):
                 chosen = VerifyOutput(greedy[: inputs.num_requests], None, None, None)
-                return LaunchedStep(plan, inputs.sample_requests, chosen, None, self._transfer)
+                launched = LaunchedStep(plan, inputs.sample_requests, chosen, None, self._transfer)
+                self._draft_after(plan, inputs, chosen, launched)
+                return launched
             logits = self._sampled_rows(rows, inputs)
         else:
             self.batch.fill(inputs)
@@ -97,11 +104,35 @@ class ModelRunner:
 
             @torch.inference_mode()
             def draw(masks: TokenMasks) -> VerifyOutput:
-                return self._sample(plan, inputs, rows, masks)
+                sampled = self._sample(plan, inputs, rows, masks)
+                self._draft_after(plan, inputs, sampled, launched)
+                return sampled
 
-            return LaunchedStep(plan, inputs.sample_requests, draw, packed, self._transfer)
+            launched = LaunchedStep(plan, inputs.sample_requests, draw, packed, self._transfer)
+            return launched
         sampled = self._sample(plan, inputs, rows)
-        return LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
+        launched = LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
+        self._draft_after(plan, inputs, sampled, launched)
+        return launched
+
+    def _draft_after(
+        self, plan: StepPlan, inputs: StepInputs, sampled: VerifyOutput, launched: LaunchedStep
+    ) -> None:
+        """Let the draft model follow the step's tokens, and draft what the plan asks for."""
+        if self.draft is None:
+            return
+        chosen = inputs.sample_requests
+        known = self.batch.sample_ends(inputs) + (1 if sampled.num_tokens is None else sampled.num_tokens)
+        most = (plan.start + plan.num_rows)[chosen].astype(np.int64) + 1
+        least = most - (0 if inputs.num_drafts is None else inputs.num_drafts)
+        if plan.in_doubt is not None:
+            least = least - plan.in_doubt[chosen]
+        order = plan.propose
+        counts = np.zeros(len(chosen), np.int32) if order is None else order.counts[chosen]
+        updates = [] if order is None else order.updates
+        timer = DeviceTimer(self.device)
+        self.draft.propose(plan.slots[chosen], counts, least, most, known, updates)
+        launched.drafting = timer.stop() if order is not None else None
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of any step, and the logits of the rows that yield a token, if any do."""
@@ -203,6 +234,7 @@ class LaunchedStep:
         self._sample_requests = sample_requests
         self._prompt = prompt
         self._transfer = transfer
+        self.drafting: DeviceTimer | None = None  # of the drafts that were made after the step
         self._draw = None
         if callable(sampled):
             self._draw = sampled
@@ -254,6 +286,8 @@ class LaunchedStep:
         else:
             tokens = self._tokens.numpy()
             result = self._spread(n, tokens.reshape(len(tokens), -1), self._num_tokens)
+        if self.drafting is not None:
+            result.draft_seconds = self.drafting.seconds()
         result.logprobs = self._unpack_logprobs(n)
         result.prompt_logprobs = self._unpack_prompt(n)
         return result

@@ -1,0 +1,142 @@
+"""Drafts that the workers make with a model: for whom, how many, and in which blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.engine.drafting import Drafting
+from octavo.engine.request import Request
+from octavo.engine.slots import Slots
+from octavo.kv.draft_blocks import DraftBlocks
+from octavo.messages import DraftOrder, StepPlan, StepResult
+
+_FADE = 0.1
+_PRIOR_COST = 0.3  # of a plain step, that making one draft for all takes, until that was measured
+_PRIOR_ROW = 0.02  # of that, that computing one token of a text in the draft's cache takes
+
+
+class WorkerDrafting(Drafting):
+    """Owns the draft's blocks, and how many tokens the workers have drafted for each request.
+
+    What a step's workers draft is judged by the request's next step; neither waits for the host. Requests
+    whose tokens are drawn under a mask are not drafted for: the mask would have to wait for the drafts.
+    """
+
+    def __init__(
+        self, blocks: DraftBlocks, slots: Slots, most: int, adaptive: bool, max_rows: int, max_batch: int
+    ):
+        """`max_batch`: rows of a step (`max_num_batched_tokens`)."""
+        super().__init__(slots, 1, most, adaptive, max_rows)
+        num_slots = len(slots.num_tokens)
+        self._blocks, self._max_batch = blocks, max_batch
+        self._made = np.zeros(num_slots, np.int32)  # drafts that stand behind the newest token
+        self._valid = np.zeros(num_slots, np.int64)  # tokens that the draft's cache has, at least
+        self._follows = np.zeros(num_slots, bool)  # it needs just the newest
+        self._cost: np.ndarray = np.full(num_slots + 1, np.nan)  # seconds of one draft each, by requests
+        self._row_cost = np.nan  # seconds of one token of a text
+
+    def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
+        """See `Drafting`."""
+        slots = self.slots
+        drafts = np.where(rows == 1, self._made[run], 0)
+        drafts = np.minimum(drafts, np.maximum(slots.max_total[run] - slots.num_tokens[run] - 1, 0))
+        drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
+        slots.num_drafts[run] = drafts
+        rows += drafts.astype(np.int32)
+
+    def plan_next(self, slots: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
+        """See `Drafting`."""
+        state = self.slots
+        known = state.num_tokens[slots].astype(np.int64)
+        room = np.where(samples & ~state.masked[slots], state.max_total[slots] - known - 1, 0)
+        counts = np.clip(room, 0, self._choose(slots, room > 0, known))
+        for i in np.flatnonzero(counts).tolist():
+            if not self._blocks.extend(int(slots[i]), int(known[i] + counts[i] - 1)):
+                self._drop(int(slots[i]))
+                counts[i] = 0
+        chosen = counts > 0
+        behind = self._behind(slots, known)[counts > 0].sum()
+        self._made[slots[samples]] = counts[samples]
+        self._follows[slots[samples]] = chosen[samples]
+        self._valid[slots[chosen]] = known[chosen] - state.in_doubt[slots[chosen]]
+        if not chosen.any():
+            return None
+        return DraftOrder(counts.astype(np.int32), self._blocks.take_updates(), int(behind))
+
+    def _behind(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Tokens that the draft's cache lacks of each text, but for the last two."""
+        return np.where(self._follows[slots], 0, np.maximum(known - 2 - self._valid[slots], 0))
+
+    def _choose(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """How many tokens to draft for each request, int64 `[n]`."""
+        none = np.zeros(len(slots), np.int64)
+        n = int(able.sum())
+        fitting = (min(self.max_rows, self._max_batch) // n - 1) if n else 0
+        most = min(self.most, fitting)
+        if most <= 0:
+            return none
+        wanted = able.astype(np.int64)
+        if not self.adaptive:
+            return wanted * most
+        curve = self.adaptation.times.curve(n, n * most + 1)
+        if curve is None or len(curve) <= n * most:
+            return none  # until a plain step was measured
+        plain = float(curve[0])
+        counts = np.arange(most + 1)
+        odds = self.adaptation.acceptance.odds(slots[able], self.kinds[slots[able]])[:, :most]
+        tokens = n + np.concatenate(([0.0], np.cumsum(odds.sum(axis=0))))
+        seconds = curve[counts * n] + counts * self._draft_cost(n, plain)
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        behind = self._behind(slots, known)
+        row_cost = _PRIOR_ROW * plain if np.isnan(self._row_cost) else self._row_cost
+        if best:
+            # What catching up costs must be won back in what the request has left, as far as is known.
+            gain = (1 - rates[0] / rates[best]) * plain / n
+            left = (self.slots.max_total[slots] - known) / 2
+            return wanted * best * (behind * row_cost <= left * gain)
+        trial = int(np.where(able, behind, np.iinfo(np.int64).max).argmin())
+        cost = most * self._draft_cost(1, plain) + behind[trial] * row_cost
+        cost += float(curve[most] - curve[0])
+        if self.adaptation.spend(cost):
+            none[trial] = most
+        return none
+
+    def _draft_cost(self, n: int, plain: float) -> float:
+        """Seconds of one draft for n requests."""
+        known = np.flatnonzero(~np.isnan(self._cost))
+        if not len(known):
+            return _PRIOR_COST * plain
+        return float(np.interp(n, known, self._cost[known]))
+
+    def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """See `Drafting`."""
+        super().timed(plan, result, seconds)
+        order = plan.propose
+        if order is None or not result.draft_seconds:
+            return
+        n, most, rows = int((order.counts > 0).sum()), int(order.counts.max()), order.catch_up
+        if not rows:
+            self._cost[n] = _mixed(self._cost[n], result.draft_seconds / most)
+            return
+        spent = result.draft_seconds - most * self._draft_cost(n, 0.0)
+        if spent > 0:
+            self._row_cost = _mixed(self._row_cost, spent / rows)
+
+    def _drop(self, slot: int) -> None:
+        self._blocks.release(slot)
+        self._valid[slot] = 0
+
+    def enter(self, request: Request) -> None:
+        """See `Drafting`."""
+        super().enter(request)
+        self._made[request.slot] = 0
+        self._follows[request.slot] = False
+
+    def leave(self, request: Request) -> None:
+        """See `Drafting`."""
+        self._drop(request.slot)
+
+
+def _mixed(old: float, new: float) -> float:
+    return new if np.isnan(old) else old + _FADE * (new - old)

@@ -1,0 +1,104 @@
+"""The draft model on a worker's device: loaded beside the target, run over the target's token table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from octavo.kernels.batch_ops import batch_kernels
+from octavo.kv.format import KVGroup
+from octavo.messages import StepPlan
+from octavo.speculative.draft_model import DraftModel
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.recorded_steps import RecordedSteps
+
+
+class DraftRunner:
+    """Owns a draft model's KV cache and tables; runs its steps (a `DraftForward` of the proposer).
+
+    Attributes:
+        batch: its tables; the token table is the target's.
+        kv_caches: its cache.
+        max_rows: most rows of a step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        groups: list[KVGroup],
+        num_blocks: int,
+        runner: ModelRunner,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_rows: int,
+        records: bool,
+    ):
+        device = runner.device
+        self._model, self.max_rows = model, max_rows
+        self._vocab_size = runner.vocab_size
+        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device)
+        self.batch.token_table = runner.batch.token_table
+        self.kv_caches = allocate_caches(groups, num_blocks, device)
+        self._recorded = RecordedSteps(model, self.kv_caches) if records else None
+
+    def set_computed(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
+        """See `DraftForward`."""
+        self.batch.num_computed[slots] = computed
+
+    def __call__(self, plan: StepPlan) -> torch.Tensor | None:
+        """See `DraftForward`."""
+        self.batch.apply(plan)
+        inputs = self.batch.layout(plan)
+        self.batch.fill(inputs)
+        if self._recorded is not None and self._recorded.takes(plan, inputs):
+            return self._fit(self._recorded.run(inputs))
+        self._model.plan_attention(inputs.meta)
+        inputs.meta[0].wanted_rows = inputs.wanted_rows if self._model.narrows else None
+        hidden = self._model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
+        if not len(inputs.sample_requests):
+            return None
+        if inputs.meta[0].wanted_rows is None and inputs.sample_rows is not None:
+            hidden = hidden[inputs.sample_rows]
+        return self._fit(self._model.compute_logits(hidden))
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of as many tokens as the target has: vocabularies are padded to different sizes."""
+        missing = self._vocab_size - logits.shape[1]
+        if missing <= 0:
+            return logits[:, : self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+
+def make_draft(
+    model: Any,
+    groups: list[KVGroup],
+    num_blocks: int,
+    runner: ModelRunner,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_rows: int,
+    records: bool,
+) -> tuple[DraftModel, DraftRunner]:
+    """The proposer over a loaded draft model, and what runs it."""
+    forward = DraftRunner(
+        model,
+        groups,
+        num_blocks,
+        runner,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+        records=records,
+    )
+    proposer = DraftModel(
+        forward,
+        runner.verifier.sampler,
+        runner.batch.token_table,
+        batch_kernels(runner.device.type).append_tokens,
+    )
+    return proposer, forward
