@@ -246,7 +246,9 @@ class EngineConfig:
         "Speculative decoding: a JSON object, or the path of a file of one, such as "
         '{"method": "ngram", "num_speculative_tokens": 5}; `octavo serve --help-speculative` lists all.',
     )
-    speculative_model: str | None = setting(None, "Draft model.", only=(None,))
+    speculative_model: str | None = setting(
+        None, "Draft model: the field `model` of speculative_config, whose method is draft_model then."
+    )
     num_speculative_tokens: int | None = setting(
         None, "Most tokens drafted for a request and step: the field of speculative_config.", low=1
     )

@@ -473,6 +473,7 @@ class ModelFacts:
         step_weight_bytes: bytes of weights that a step reads, at most (0: not known).
         draft_groups: KV groups of the draft model, [] without one.
         num_draft_blocks: blocks of its own pool.
+        draft_max_model_len: tokens of the longest text that it drafts for.
         num_host_blocks: slots of the host tier, each for one block (0: there is none).
         host_copy_rate: bytes per second that blocks are copied at between host and device, measured at start.
         prefill_rate: tokens per second that a long prompt is computed at, measured or estimated at start.
@@ -495,6 +496,7 @@ class ModelFacts:
     memory: dict[str, int] = field(default_factory=dict)
     draft_groups: list[KVGroup] = field(default_factory=list)
     num_draft_blocks: int = 0
+    draft_max_model_len: int = 0
 
     @property
     def kv_capacity(self) -> int:

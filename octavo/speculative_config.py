@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 
 METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
+    "draft_model": "lets a smaller model of the same vocabulary (`model`) go ahead",
 }
 """What each method does, in the order of the documentation."""
 
@@ -27,6 +28,11 @@ class SpeculativeConfig:
     num_speculative_tokens: int = setting(
         5, "Most tokens drafted for a request and step.", low=1, high=MOST_DRAFTS
     )
+    model: str | None = setting(None, "Folder, GGUF file or hub id of the draft model (draft_model).")
+    revision: str | None = setting(None, "Branch, tag or commit of a draft model from the hub.")
+    quantization: str | None = setting(
+        None, "How the draft's weights are stored: as the engine's setting of this name."
+    )
     adaptive: bool = setting(
         True,
         "Draft as many tokens as pay, by measured acceptance and times of steps, down to none; off: always "
@@ -36,7 +42,11 @@ class SpeculativeConfig:
     prompt_lookup_max: int = setting(5, "Most tokens that are looked for (ngram).", low=1, high=64)
 
     def __post_init__(self) -> None:
+        if self.method == "ngram" and self.model is not None:
+            raise ConfigError(f"method='ngram' has no model, and model={self.model!r} is given: leave it out")
         validate(self)
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError("method='draft_model' needs a model: name its folder, GGUF file or hub id")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is above "
@@ -46,7 +56,8 @@ class SpeculativeConfig:
     def describe(self) -> str:
         """One line for the log."""
         kind = "adaptively" if self.adaptive else "always"
-        return f"{self.method}, up to {self.num_speculative_tokens} tokens, {kind}"
+        name = self.method if self.model is None else f"{self.method} {self.model}"
+        return f"{name}, up to {self.num_speculative_tokens} tokens, {kind}"
 
 
 def read_speculative_config(
@@ -76,6 +87,7 @@ def read_speculative_config(
         raise ConfigError(f"speculative_config={given!r} names no method: give one of {', '.join(METHODS)}")
     if "method" not in values and "model" not in values:
         raise ConfigError(f"speculative_config names no method: give one of {', '.join(METHODS)}")
+    values.setdefault("method", "draft_model")
     try:
         return make_config(SpeculativeConfig, values)
     except ConfigError as error:

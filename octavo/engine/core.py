@@ -105,6 +105,7 @@ class EngineCore:
             DraftBlocks(facts.draft_groups, facts.num_draft_blocks, config.max_num_seqs)
             if facts.num_draft_blocks
             else None,
+            facts.draft_max_model_len,
         )
 
     @property

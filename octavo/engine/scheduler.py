@@ -93,11 +93,13 @@ class Scheduler:
         kv: KVManager,
         proposer: HostProposer | None = None,
         draft_blocks: DraftBlocks | None = None,
+        draft_max_model_len: int = 0,
     ):
         """
         Args:
             proposer: drafts on the host.
-            draft_blocks: those of a model that drafts on the workers.
+            draft_blocks: those of a model that drafts on the workers, for texts of at most
+                `draft_max_model_len` tokens.
         """
         self.limits = limits
         self.kv = kv
@@ -108,7 +110,8 @@ class Scheduler:
         if proposer is not None:
             self.drafting = HostDrafting(proposer, self._slots, *bounds)
         elif draft_blocks is not None:
-            self.drafting = WorkerDrafting(draft_blocks, self._slots, *bounds, limits.max_num_batched_tokens)
+            budget = limits.max_num_batched_tokens
+            self.drafting = WorkerDrafting(draft_blocks, self._slots, *bounds, budget, draft_max_model_len)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()

@@ -23,12 +23,23 @@ class WorkerDrafting(Drafting):
     """
 
     def __init__(
-        self, blocks: DraftBlocks, slots: Slots, most: int, adaptive: bool, max_rows: int, max_batch: int
+        self,
+        blocks: DraftBlocks,
+        slots: Slots,
+        most: int,
+        adaptive: bool,
+        max_rows: int,
+        max_batch: int,
+        max_length: int,
     ):
-        """`max_batch`: rows of a step (`max_num_batched_tokens`)."""
+        """
+        Args:
+            max_batch: rows of a step (`max_num_batched_tokens`).
+            max_length: tokens of the longest text that the draft takes.
+        """
         super().__init__(slots, 1, most, adaptive, max_rows)
         num_slots = len(slots.num_tokens)
-        self._blocks, self._max_batch = blocks, max_batch
+        self._blocks, self._max_batch, self._max_length = blocks, max_batch, max_length
         self._made = np.zeros(num_slots, np.int32)  # drafts that stand behind the newest token
         self._valid = np.zeros(num_slots, np.int64)  # tokens that the draft's cache has, at least
         self._follows = np.zeros(num_slots, bool)  # it needs just the newest
@@ -49,7 +60,8 @@ class WorkerDrafting(Drafting):
         state = self.slots
         known = state.num_tokens[slots].astype(np.int64)
         room = np.where(samples & ~state.masked[slots], state.max_total[slots] - known - 1, 0)
-        counts = np.clip(room, 0, self._choose(slots, room > 0, known))
+        room = np.minimum(room, self._max_length - known + 1)  # the last draft is no input
+        counts = np.clip(self._choose(slots, room > 0, known), 0, np.maximum(room, 0))
         for i in np.flatnonzero(counts).tolist():
             if not self._blocks.extend(int(slots[i]), int(known[i] + counts[i] - 1)):
                 self._drop(int(slots[i]))

@@ -73,32 +73,15 @@ class DraftRunner:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
-def make_draft(
-    model: Any,
-    groups: list[KVGroup],
-    num_blocks: int,
-    runner: ModelRunner,
-    *,
-    max_num_seqs: int,
-    max_model_len: int,
-    max_rows: int,
-    records: bool,
-) -> tuple[DraftModel, DraftRunner]:
-    """The proposer over a loaded draft model, and what runs it."""
-    forward = DraftRunner(
-        model,
-        groups,
-        num_blocks,
-        runner,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_rows=max_rows,
-        records=records,
-    )
-    proposer = DraftModel(
+def attach_draft(
+    runner: ModelRunner, model: Any, groups: list[KVGroup], num_blocks: int, **sizes: Any
+) -> DraftRunner:
+    """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them."""
+    forward = DraftRunner(model, groups, num_blocks, runner, **sizes)
+    runner.draft = DraftModel(
         forward,
         runner.verifier.sampler,
         runner.batch.token_table,
         batch_kernels(runner.device.type).append_tokens,
     )
-    return proposer, forward
+    return forward

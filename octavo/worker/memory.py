@@ -105,6 +105,7 @@ def measured_ledger(
     device: torch.device,
     activation_bytes: int,
     host_bytes: int = 0,
+    draft: Any = None,
 ) -> Ledger:
     """What holds how much of the device once everything is loaded; see `octavo.planning.ledger.KINDS`.
 
@@ -117,9 +118,11 @@ def measured_ledger(
         tables: objects that hold the tables of running requests.
         activation_bytes: what is kept for a step, tables included (GPU).
         host_bytes: of the host tier.
+        draft: the draft model, whose cache is among `kv_caches`.
     """
+    models = [model] if draft is None else [model, draft]
     held = {
-        "weights": sum(kept_weight_bytes(model).values()),
+        "weights": sum(sum(kept_weight_bytes(m).values()) for m in models),
         "kv_cache": _storage_bytes(kv_caches),
         "tables": _storage_bytes(t for owner in tables for t in _tensors_of(owner)),
     }

@@ -39,6 +39,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
+from octavo.worker.draft_loading import LoadedDraft, load_draft
+from octavo.worker.draft_runner import DraftRunner, attach_draft
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.kv_scales import CalibrationTokens, random_tokens, settle_kv_scales, text_tokens
@@ -64,6 +66,8 @@ class Worker:
 
     facts: ModelFacts
     tiers: KVTiers | None = None
+    draft: LoadedDraft | None = None
+    draft_runner: DraftRunner | None = None
     _parked: ParkedTensors | None = None  # the weights, while a GPU's engine sleeps
     _prefill_rate = 0.0  # tokens per second; measured if there is a host tier
 
@@ -92,6 +96,11 @@ class Worker:
         self._calibrate = partial(self._calibration_tokens, source, wanted)
         self.kv_scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate)
         self.groups: list[KVGroup] = self.model.kv_groups()
+        speculative = config.speculative
+        if speculative is not None and speculative.model is not None:
+            self.draft = load_draft(
+                config, speculative, source, self.model_config, self.dtype, self.device, wanted
+            )
         self._size_cache(wanted)
         # The context's length enters only where the rotation depends on it, so that a restart with
         # another one keeps its keys.
@@ -259,8 +268,10 @@ class Worker:
         there already, and stay), at level 2 all. Returns the bytes that were freed.
 
         Raises:
-            RequestError: there is a host tier, whose copies are tied to the cache's memory.
+            RequestError: there is a host tier, whose copies are tied to the cache's memory, or a draft model.
         """
+        if self.draft is not None:
+            raise RequestError("an engine with a draft model cannot sleep: start it without")
         if self.tiers is not None:
             raise RequestError("an engine with swap_space cannot sleep: start it without")
         freed = self.facts.num_blocks * page_bytes(self.groups)
@@ -308,6 +319,7 @@ class Worker:
         """Free model and cache."""
         if self.tiers is not None:
             self.tiers.close()
+        self.draft = self.draft_runner = None
         for name in ("runner", "model"):  # not there while asleep
             self.__dict__.pop(name, None)
         self._give_back()
@@ -339,6 +351,12 @@ class Worker:
         config = self.config
         self._activations = self._profile(wanted) if self.device.type == "cuda" else 0
         budget = kv_budget(config, self.device, self._activations)
+        draft_blocks = 0
+        if self.draft is not None and config.speculative is not None:
+            most = config.speculative.num_speculative_tokens
+            draft_blocks = self.draft.num_blocks(budget.num_bytes, config.max_num_seqs, most)
+            taken = draft_blocks * page_bytes(self.draft.groups)
+            budget = replace(budget, num_bytes=budget.num_bytes - taken)
         blocks = num_blocks(budget, self.groups, useful_blocks(self.groups, config.max_num_seqs, wanted))
         length = wanted
         capacity = token_capacity(self.groups, blocks, wanted)
@@ -364,8 +382,23 @@ class Worker:
             max_num_batched_tokens=self.max_num_batched_tokens,
             summary={},
             pooling_type=None if self.pooling is None else self.pooling.pooling_type,
+            draft_groups=[] if self.draft is None else self.draft.groups,
+            num_draft_blocks=draft_blocks,
+            draft_max_model_len=0 if self.draft is None else self.draft.max_model_len,
         )
         self.runner = self._make_runner(blocks, length)
+        if self.draft is not None:
+            assert isinstance(self.runner, ModelRunner)
+            self.draft_runner = attach_draft(
+                self.runner,
+                self.draft.model,
+                self.draft.groups,
+                draft_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=length,
+                max_rows=self.max_num_batched_tokens,
+                records=self._records_steps(),
+            )
         if config.swap_space:
             self.tiers = self._make_tiers()
 
@@ -390,9 +423,12 @@ class Worker:
         if not isinstance(self.runner, PoolingRunner):
             tables.append(self.runner.sampling)
         host = 0 if self.tiers is None else self.tiers.host.num_slots * self.tiers.host.page_bytes
-        return measured_ledger(
-            self.model, self.runner.kv_caches, tables, self.device, self._activations, host
-        )
+        caches, draft = self.runner.kv_caches, None
+        if self.draft is not None and self.draft_runner is not None:
+            draft = self.draft.model
+            caches = [*caches, *self.draft_runner.kv_caches]
+            tables.append(self.draft_runner.batch)
+        return measured_ledger(self.model, caches, tables, self.device, self._activations, host, draft)
 
     def _make_runner(self, blocks: int, length: int) -> ModelRunner | PoolingRunner:
         caches = allocate_caches(self.groups, blocks, self.device)

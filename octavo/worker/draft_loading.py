@@ -1,0 +1,154 @@
+"""Loading a draft model beside its target: found, checked against it, filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, OctavoError
+from octavo.kv.capacity import blocks_of
+from octavo.kv.format import KVGroup
+from octavo.kv.groups import page_bytes
+from octavo.models.config import ModelConfig
+from octavo.models.interface import CausalLM
+from octavo.models.loader import iterate_weights, load_model_config
+from octavo.models.loading import build_model, load_targets, load_weights
+from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
+from octavo.speculative_config import SpeculativeConfig
+from octavo.tokenization.tokenizer import load_tokenizer
+from octavo.worker.device import DTYPES, choose_quantization
+
+_SHARE = 0.15  # of the KV cache's memory that the draft's blocks take at most, if one request's fit into that
+_MOST_SHARE = 0.5
+
+
+@dataclass
+class LoadedDraft:
+    """A draft model, filled.
+
+    Attributes:
+        model: the model.
+        groups: its KV groups.
+        max_model_len: tokens of the longest text that it drafts for.
+        name: what the user called it.
+    """
+
+    model: CausalLM
+    groups: list[KVGroup]
+    max_model_len: int
+    name: str
+
+    def num_blocks(self, kv_bytes: int, max_num_seqs: int, most_drafts: int) -> int:
+        """Blocks for the draft's KV, of `kv_bytes` in all.
+
+        As many as all requests could use, but no larger a part than they are worth where memory is short:
+        drafts pay with few requests, so a text's length for each of a few is enough.
+
+        Raises:
+            ConfigError: not one request's fit.
+        """
+        size = self.groups[0].format.block_size
+        one = blocks_of(self.max_model_len + most_drafts, size) * len(self.groups)
+        page = page_bytes(self.groups)
+        affordable = max(int(_SHARE * kv_bytes) // page, min(one, int(_MOST_SHARE * kv_bytes) // page))
+        if affordable < len(self.groups):
+            raise ConfigError(
+                f"the KV cache of {kv_bytes} bytes has no room for that of the draft model {self.name}, of "
+                f"which one block needs {page}: give the cache more memory"
+            )
+        return min(affordable, max_num_seqs * one)
+
+
+def load_draft(
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    source: ModelSource,
+    target: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int,
+) -> LoadedDraft:
+    """Load the draft model that the settings name.
+
+    Args:
+        source, target: the target's files and architecture.
+        dtype: of its activations; the draft's are the same.
+        max_model_len: tokens of the longest context that the target serves.
+
+    Raises:
+        ConfigError: it can't draft for this target; the message says why.
+        ModelError: it can't be found or loaded.
+    """
+    own = replace(
+        config,
+        model=speculative.model,
+        revision=speculative.revision,
+        tokenizer=None,
+        quantization=speculative.quantization,
+        speculative_config=None,
+        speculative_model=None,
+        num_speculative_tokens=None,
+        kv_cache_dtype="auto",
+    )
+    found = configured_model(own)
+    architecture = load_model_config(found, config.model_impl)
+    _check_vocabulary(config, own, source, target, found, architecture)
+    quantization = choose_quantization(
+        own.quantization, found, config.load_format, device, architecture, dtype, config.quantization_strict
+    )
+    length = min(max_model_len, architecture.context_length)
+    model = build_model(
+        architecture,
+        dtype=DTYPES[dtype],
+        device=device,
+        attention_backend=config.attention_backend,
+        max_model_len=length,
+        block_size=config.block_size,
+        quantization=quantization,
+        batch_invariant=config.batch_invariant,
+    )
+    half = quantization is not None and quantization.format == "half"
+    given = architecture.dtype if config.load_format == "dummy" and half else dtype
+    weights = iterate_weights(
+        found,
+        architecture,
+        load_targets(model),
+        config.load_format,
+        DTYPES[given],
+        device,
+        seed=config.seed,
+    )
+    load_weights(model, weights)
+    return LoadedDraft(model, model.kv_groups(), length, found.name)
+
+
+def _check_vocabulary(
+    config: EngineConfig,
+    own: EngineConfig,
+    source: ModelSource,
+    target: ModelConfig,
+    found: ModelSource,
+    draft: ModelConfig,
+) -> None:
+    refusal = f"the draft model {found.name} has another vocabulary than {source.name}"
+    remedy = "choose a draft of the same family"
+    if config.skip_tokenizer_init or config.load_format == "dummy":
+        if target.vocab_size != draft.vocab_size:
+            raise ConfigError(f"{refusal}: {draft.vocab_size} tokens, not {target.vocab_size}; {remedy}")
+        return
+    ours = load_tokenizer(configured_tokenizer(config, source))
+    try:
+        theirs = load_tokenizer(configured_tokenizer(own, found))
+    except OctavoError as error:
+        raise ConfigError(f"{refusal}, as far as is known: {error}") from None
+    table, other = ours.byte_table(False), theirs.byte_table(False)
+    most = min(len(table), len(other), target.vocab_size, draft.vocab_size)
+    for token in range(most):
+        if table[token] != other[token]:
+            raise ConfigError(
+                f"{refusal}: token {token} is {other[token]!r} there and {table[token]!r} here; {remedy}"
+            )
+    if any(table[most : target.vocab_size]) or any(other[most : draft.vocab_size]):
+        raise ConfigError(f"{refusal}: {len(other)} tokens, not {len(table)}; {remedy}")
