@@ -144,11 +144,13 @@ def _check_vocabulary(
     except OctavoError as error:
         raise ConfigError(f"{refusal}, as far as is known: {error}") from None
     table, other = ours.byte_table(False), theirs.byte_table(False)
-    most = min(len(table), len(other), target.vocab_size, draft.vocab_size)
+    known, theirs_known = min(ours.vocab_size, target.vocab_size), min(theirs.vocab_size, draft.vocab_size)
+    most = min(known, theirs_known)
     for token in range(most):
         if table[token] != other[token]:
             raise ConfigError(
                 f"{refusal}: token {token} is {other[token]!r} there and {table[token]!r} here; {remedy}"
             )
-    if any(table[most : target.vocab_size]) or any(other[most : draft.vocab_size]):
-        raise ConfigError(f"{refusal}: {len(other)} tokens, not {len(table)}; {remedy}")
+    # Beyond that there may be padding, which is no token's text.
+    if any(table[i] for i in range(most, known)) or any(other[i] for i in range(most, theirs_known)):
+        raise ConfigError(f"{refusal}: {theirs_known} tokens, not {known}; {remedy}")

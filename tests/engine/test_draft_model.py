@@ -103,3 +103,31 @@ def test_another_vocabulary_is_refused():
     sizes = [SimpleNamespace(vocab_size=n) for n in (100, 99)]
     with pytest.raises(ConfigError, match="99 tokens, not 100"):
         draft_loading._check_vocabulary(settings, settings, names[0], sizes[0], names[1], sizes[1])
+
+
+def test_vocabularies_are_compared_token_by_token(monkeypatch: pytest.MonkeyPatch):
+    from octavo.worker import draft_loading
+
+    texts: dict[str, list[bytes]] = {
+        "target": [b"a", b"b", b"c", b""], "same": [b"a", b"b", b"c"], "swapped": [b"a", b"c", b"b", b""],
+        "longer": [b"a", b"b", b"c", b"", b"d"],
+    }  # fmt: skip
+
+    def load(name: str) -> Any:
+        table = texts[name]
+        return SimpleNamespace(vocab_size=len(table), byte_table=lambda skip: dict(enumerate(table)))
+
+    monkeypatch.setattr(draft_loading, "load_tokenizer", load)
+    monkeypatch.setattr(draft_loading, "configured_tokenizer", lambda config, source: source.name)
+    settings = SimpleNamespace(skip_tokenizer_init=False, load_format="auto")
+
+    def check(name: str) -> None:
+        target, draft = SimpleNamespace(name="target"), SimpleNamespace(name=name)
+        sizes = [SimpleNamespace(vocab_size=n) for n in (4, 6)]
+        draft_loading._check_vocabulary(settings, settings, target, sizes[0], draft, sizes[1])
+
+    check("same")  # what is missing there is padding
+    with pytest.raises(ConfigError, match="token 1 is b'c' there and b'b' here"):
+        check("swapped")
+    with pytest.raises(ConfigError, match="5 tokens, not 4"):
+        check("longer")

@@ -62,9 +62,9 @@ def test_first_snippet_with_the_import_changed():
 
 
 @pytest.mark.parametrize("settings, name", [
-    (dict(quantization="fp8"), "quantization"),
+    (dict(quantization="fp4"), "quantization"),
     (dict(kv_cache_dtype="fp4"), "kv_cache_dtype"),
-    (dict(speculative_model="no such model", num_speculative_tokens=5), "no such model"),
+    (dict(num_speculative_tokens=5), "names no method"),
     (dict(speculative_config={"method": "ngramm"}), "did you mean ngram"),
     (dict(tensor_parallel_size=2), "tensor_parallel_size"),
     (dict(pipeline_parallel_size=2), "pipeline_parallel_size"),
