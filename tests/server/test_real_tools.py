@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.server.test_real_engine import CHAT, Octavo, octavo
+from tests.test_docs import ROOT, blocks
 
 WEATHER = {
     "type": "function",
@@ -129,6 +130,15 @@ def test_the_conversation_goes_on_with_the_result(server: Octavo) -> None:
     again = ASK | {"messages": [*ASK["messages"], message, result], "max_tokens": 12}
     [choice] = client.chat.completions.create(model="tiny", **again).choices
     assert choice.finish_reason in ("length", "stop") and choice.message.content
+
+
+def test_the_example_of_the_page_runs(server: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    [example] = [block.body for block in blocks(ROOT / "docs" / "tools.md") if block.language == "python"]
+    assert "http://localhost:8000" in example and "test_real_tools.py" in page
+    for name in ("ALL_PROXY", "HTTP_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    exec(example.replace("http://localhost:8000", str(server.client.base_url).rstrip("/")), {})
 
 
 def test_arguments_that_max_tokens_cuts(server: Octavo) -> None:
