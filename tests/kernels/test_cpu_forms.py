@@ -23,9 +23,17 @@ sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "n
 
 @pytest.mark.slow
 @pytest.mark.skipif(not detect_cpu().has("avx2"), reason="no AVX2")
-@pytest.mark.parametrize("file", ["test_cpu_half.py", "test_cpu_ops.py", "test_cpu_norm_act.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "kernels/test_cpu_half.py",
+        "kernels/test_cpu_ops.py",
+        "kernels/test_cpu_norm_act.py",
+        "layers/test_attention_cpu.py",
+    ],
+)
 def test_with_avx2(file: str) -> None:
-    command = [sys.executable, "-c", RUN, f"tests/kernels/{file}"]
+    command = [sys.executable, "-c", RUN, f"tests/{file}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

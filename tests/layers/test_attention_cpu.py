@@ -84,6 +84,14 @@ def test_ragged_batch(heads, kv_heads, dim, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dim", [20, 64, 80, 112])  # pairs of vectors, and what is left of them
+def test_float32_queries_of_a_bfloat16_cache(dim):
+    batch = Batch(6, 2, dim, 16, torch.bfloat16)
+    batch.q = batch.q.float()
+    close(batch.actual(), batch.expected())
+
+
+@needs_kernels
 @pytest.mark.parametrize("window", [None, 1, 50, 600])
 @pytest.mark.parametrize("block_size", [4, 8, 32])
 @pytest.mark.parametrize("dtype", DTYPES)

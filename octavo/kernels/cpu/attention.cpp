@@ -19,20 +19,13 @@
 //
 // Under a sliding window no key before the block of a tile's first visible key is read: those blocks
 // may belong to another request by now.
-#include <atomic>
 #include <cmath>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
-#include "attention.h"
-#include "cached.h"
-#include "common.h"
+#include "attention_few.h"
+#include "attention_tile.h"
 #include "record.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 using namespace octavo;
 
@@ -41,265 +34,9 @@ namespace {
 constexpr int NV = W == 16 ? 6 : 3;      // vectors of lanes in registers: 4 * NV accumulators
 constexpr int PANEL = NV * W;            // lanes of one pass of the inner kernels
 constexpr int MAX_LANES = 96;            // lanes of a tile, a multiple of PANEL
-constexpr int KEYS = 64;                 // keys of a tile
-constexpr int FEW = W == 16 ? 4 : 3;     // queries of one pass of FewLanes
-constexpr int FEW_LANES = 2 * FEW;       // above this, ManyLanes is the faster
 constexpr int SPLIT = 512;               // keys of a piece of context, a multiple of KEYS
-constexpr float NOTHING = -1e30f;        // running maximum before the first key: finite, so that
-                                         // the difference to a masked score (-inf) is not NaN
 static_assert(MAX_LANES % PANEL == 0 && SPLIT % KEYS == 0, "tiles");
 
-}  // namespace
-
-// One layer's constants, as ops.py fills them. head_dim and block_size are multiples of 4.
-struct AttentionShape {
-    int64_t heads, kv_heads, head_dim, block_size, window;  // window 0: none
-    float scale, softcap;  // softcap 0: none
-    int32_t dtype, cache_type;
-};
-
-namespace {
-
-struct Item {
-    int32_t request, head;    // KV head
-    int32_t row0, rows;       // rows of the tile, counted in the step
-    int32_t pos0;             // position of row0 in its context
-    int32_t key0, key1;       // keys to visit; key0 is a multiple of 4
-    int32_t piece, pieces;    // of the context
-    int32_t counter;          // which countdown the pieces share
-    int64_t partial;          // first float of the piece's partial result
-};
-
-struct Call {
-    AttentionShape s;
-    AttentionBatch b;
-    int64_t group;  // query heads of a KV head
-    const char* q;
-    int64_t q_stride;
-    const char* cache;
-    const float* kv_scale;  // [2, kv_heads], of FP8 caches
-    char* out;
-    int64_t out_stride;
-    float* partials;
-    std::atomic<int32_t>* counters;
-};
-
-inline float element(const char* p, int64_t i, int32_t dtype) {
-    return dtype == FLOAT32 ? ((const float*)p)[i] : to_float(((const bf16*)p)[i]);
-}
-inline void put_element(char* p, int64_t i, int32_t dtype, float x) {
-    if (dtype == FLOAT32)
-        ((float*)p)[i] = x;
-    else
-        put(((bf16*)p)[i], x);
-}
-
-// What a score, q . k with the scale of `work` in q, becomes in base 2: softcap * tanh(scale q . k / softcap)
-// (Gemma 2, arXiv 2408.00118). Without a softcap q's scale has done it all. Comes before any mask.
-inline void cap_scores(float* scores, int64_t n, float softcap) {
-    const float cap = softcap * LOG2_E;
-    for (int64_t t = 0; t < n; t += W) store(scores + t, cap * tanh_of<vf, vi>(load(scores + t)));
-}
-
-template <class C>
-constexpr bool PER_TOKEN = std::is_same_v<C, code8>;  // has a scale for every token
-
-// Where the tile's keys and values lie: a pointer for every 4 keys (4 divides the block size).
-template <class C>
-struct KeyTile {
-    const C *k[KEYS / 4], *v[KEYS / 4];
-    const uint16_t* scale[KEYS / 4];  // of the keys, if PER_TOKEN; those of the values are one part on
-
-    void find(const Call& c, const Item& it, int64_t t0, int64_t n) {
-        const int32_t* table = c.b.block_table + it.request * c.b.table_stride;
-        const int64_t piece = piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
-        for (int64_t i = 0; i < n; i += 4) {
-            const int64_t block = table[(t0 + i) / c.s.block_size], offset = (t0 + i) % c.s.block_size;
-            const C* first = (const C*)c.cache + (block * 2 * c.s.kv_heads + it.head) * piece;
-            k[i / 4] = first + offset * c.s.head_dim;
-            v[i / 4] = k[i / 4] + c.s.kv_heads * piece;
-            if constexpr (PER_TOKEN<C>) scale[i / 4] = (const uint16_t*)(first + c.s.block_size * c.s.head_dim) + offset;
-        }
-    }
-
-    void prefetch_scales(const Call& c, int64_t i) const {
-        const int64_t away = c.s.kv_heads * piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
-        __builtin_prefetch(scale[i], 0, 3), __builtin_prefetch((const char*)scale[i] + away, 0, 3);
-    }
-
-    // Scales and (0 if there are none) offsets of the n keys (part 0) or values (part 1), and 0 up to a whole vector.
-    void scales(const Call& c, int64_t part, int64_t n, float* scales, float* offsets) const {
-        const int64_t away = part * c.s.kv_heads * piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
-        const bool has_offset = c.s.cache_type == CACHE_INT8_OFFSET;
-        for (int64_t i = 0; i < n; i += 4) {
-            const auto* from = (const uint16_t*)((const char*)scale[i / 4] + away);
-            widen4(from, scales + i);
-            if (has_offset) widen4(from + c.s.block_size, offsets + i);
-        }
-        for (int64_t t = n; t < (n + W - 1) / W * W; t++) scales[t] = 0;
-        for (int64_t t = has_offset ? n : 0; t < (n + W - 1) / W * W; t++) offsets[t] = 0;
-    }
-};
-
-// Running softmax of a lane, and its unnormalised result.
-struct Partial {
-    float *max, *sum, *out;  // [lanes], [lanes], [lanes, head_dim]
-};
-
-// ---------------------------------------------------------------------------------------- FewLanes
-
-// Sums of the elements of 4 vectors.
-inline void sum4(vf a, vf b, vf c, vf d, float* out) {
-#if defined(__AVX2__)
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-    auto fold = [](__m512 x) {
-        return _mm256_add_ps(_mm512_castps512_ps256(x),
-                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
-    };
-#else
-    auto fold = [](__m256 x) { return x; };
-#endif
-    __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(fold(a), fold(b)), _mm256_hadd_ps(fold(c), fold(d)));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
-#else
-    for (int i = 1; i < W; i++) a[0] += a[i], b[0] += b[i], c[0] += c[i], d[0] += d[i];
-    out[0] = a[0], out[1] = b[0], out[2] = c[0], out[3] = d[0];
-#endif
-}
-
-inline float sum_of(vf v) {
-    float sum = 0;
-    for (int j = 0; j < W; j++) sum += v[j];
-    return sum;
-}
-inline float sum_of(const float* x, int64_t n) {  // n: a multiple of W
-    vf sums = {};
-    for (int64_t i = 0; i < n; i += W) sums += load(x + i);
-    return sum_of(sums);
-}
-
-// scores[m][0..4) = q[m] . k[0..4) for M queries
-template <int M, class C>
-inline void dot4(const float* q, const C* k, int64_t dim, float* scores) {
-    vf acc[M][4] = {};
-    for (int64_t d = 0; d < dim; d += W) {
-        vf qv[M];
-        for (int m = 0; m < M; m++) qv[m] = load(q + m * dim + d);
-        for (int t = 0; t < 4; t++) {
-            vf kv = load(k + t * dim + d);
-            for (int m = 0; m < M; m++) acc[m][t] += qv[m] * kv;
-        }
-    }
-    for (int m = 0; m < M; m++) sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], scores + m * KEYS);
-}
-
-// out[m][d..d+N*W) = alpha[m] * out + p[m] . v over n keys
-template <int M, int N, class C>
-inline void weigh(const float* p, const C* const* v, int64_t n, int64_t dim, int64_t d, const float* alpha, float* out) {
-    vf acc[M][N];
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < N; j++) acc[m][j] = load(out + m * dim + d + j * W) * alpha[m];
-    for (int64_t t = 0; t < n; t++) {
-        const C* row = v[t / 4] + (t % 4) * dim + d;
-        vf vv[N];
-        for (int j = 0; j < N; j++) vv[j] = load(row + j * W);
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < N; j++) acc[m][j] += vv[j] * p[m * KEYS + t];
-    }
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < N; j++) store(out + m * dim + d + j * W, acc[m][j]);
-}
-
-template <class C>
-inline void prefetch_rows(const C* rows, int64_t dim) {
-    for (int64_t i = 0; i < 4 * dim * int64_t(sizeof(C)); i += 64) __builtin_prefetch((const char*)rows + i, 0, 3);
-}
-
-// M lanes from lane `lane` of the item, over the item's keys.
-template <int M, class C>
-void few_lanes(const Call& c, const Item& it, int64_t lane, const float* q, const Partial& r) {
-    const int64_t dim = c.s.head_dim;
-    alignas(64) float p[M * KEYS];
-    float alpha[M];
-    int64_t pos[M];
-    for (int m = 0; m < M; m++) pos[m] = it.pos0 + (lane + m) / c.group;
-    // Of caches with scales for every token.
-    alignas(64) float scales[KEYS], offsets[KEYS];
-    float q_sum[M] = {}, shift[M] = {};  // of the results, in every element
-    if constexpr (PER_TOKEN<C>)
-        for (int m = 0; m < M; m++) q_sum[m] = sum_of(q + m * dim, dim);
-    KeyTile<C> tile, next;
-    int64_t n = std::min<int64_t>(KEYS, it.key1 - it.key0);
-    next.find(c, it, it.key0, n);
-    for (int64_t t0 = it.key0; t0 < it.key1; t0 += KEYS) {
-        n = std::min<int64_t>(KEYS, it.key1 - t0);
-        tile = next;
-        const int64_t ahead = std::min<int64_t>(KEYS, it.key1 - t0 - KEYS);
-        if (ahead > 0) next.find(c, it, t0 + KEYS, ahead);
-        for (int64_t t = 0; t < n; t += 4) {
-            // Blocks are scattered: the hardware cannot guess where the next one lies.
-            if (t < ahead) {
-                prefetch_rows(next.k[t / 4], dim), prefetch_rows(next.v[t / 4], dim);
-                if constexpr (PER_TOKEN<C>) next.prefetch_scales(c, t / 4);
-            }
-            dot4<M>(q, tile.k[t / 4], dim, p + t);
-        }
-        if constexpr (PER_TOKEN<C>) {
-            tile.scales(c, 0, n, scales, offsets);
-            for (int m = 0; m < M; m++)
-                for (int64_t t = 0; t < n; t += W)
-                    store(p + m * KEYS + t, load(p + m * KEYS + t) * load(scales + t) + q_sum[m] * load(offsets + t));
-            tile.scales(c, 1, n, scales, offsets);
-        }
-        for (int m = 0; m < M; m++) {
-            float* s = p + m * KEYS;
-            if (c.s.softcap) cap_scores(s, n, c.s.softcap);
-            const int64_t first = c.s.window ? std::max<int64_t>(0, pos[m] - c.s.window + 1 - t0) : 0;
-            const int64_t last = std::min(n, pos[m] + 1 - t0);
-            for (int64_t t = 0; t < std::min(first, n); t++) s[t] = -INFINITY;
-            for (int64_t t = std::max<int64_t>(last, 0); t < (n + W - 1) / W * W; t++) s[t] = -INFINITY;
-            vf top = splat(r.max[m]);
-            for (int64_t t = 0; t < n; t += W) top = vmax(load(s + t), top);
-            float most = top[0];
-            for (int j = 1; j < W; j++) most = std::max(most, top[j]);
-            vf sums = {}, shifts = {};
-            for (int64_t t = 0; t < n; t += W) {
-                vf e = exp2_of<vf, vi>(load(s + t) - most);
-                sums += e;
-                if constexpr (PER_TOKEN<C>) {
-                    shifts += e * load(offsets + t);
-                    e *= load(scales + t);
-                }
-                store(s + t, e);
-            }
-            alpha[m] = exp2_of<float, int32_t>(r.max[m] - most);
-            if constexpr (PER_TOKEN<C>) shift[m] = shift[m] * alpha[m] + sum_of(shifts);
-            r.sum[m] = r.sum[m] * alpha[m] + sum_of(sums);
-            r.max[m] = most;
-        }
-        int64_t d = 0;
-        for (; d + 4 * W <= dim; d += 4 * W) weigh<M, 4>(p, tile.v, n, dim, d, alpha, r.out);
-        for (; d < dim; d += W) weigh<M, 1>(p, tile.v, n, dim, d, alpha, r.out);
-    }
-    if constexpr (PER_TOKEN<C>)
-        for (int m = 0; m < M; m++)
-            for (int64_t d = 0; d < dim; d += W) store(r.out + m * dim + d, load(r.out + m * dim + d) + shift[m]);
-}
-
-template <class C>
-void few_lanes(const Call& c, const Item& it, int64_t lanes, const float* q, const Partial& r) {
-    const int64_t dim = c.s.head_dim;
-    for (int64_t lane = 0; lane < lanes;) {
-        const float* ql = q + lane * dim;
-        const Partial rl{r.max + lane, r.sum + lane, r.out + lane * dim};
-        switch (std::min<int64_t>(FEW, lanes - lane)) {
-            case 1: few_lanes<1, C>(c, it, lane, ql, rl), lane += 1; break;
-            case 2: few_lanes<2, C>(c, it, lane, ql, rl), lane += 2; break;
-            case 3: few_lanes<3, C>(c, it, lane, ql, rl), lane += 3; break;
-            default: few_lanes<FEW, C>(c, it, lane, ql, rl), lane += FEW;
-        }
-    }
-}
 
 // --------------------------------------------------------------------------------------- ManyLanes
 
@@ -451,14 +188,28 @@ inline float head_scale(const Call& c, const Item& it, int64_t part) {
     return per_head ? UNIT<C> * c.kv_scale[part * c.s.kv_heads + it.head] : 1.0f;
 }
 
-// Writes a lane's result times `norm` to the output.
-inline void finish_lane(const Call& c, const Item& it, int64_t lane, const float* out, int64_t stride, float norm) {
-    const int64_t row = it.row0 + lane / c.group, head = it.head * c.group + lane % c.group, dim = c.s.head_dim;
-    const int64_t at = row * c.out_stride + head * dim;
+// Where a lane's query and its result begin, in elements.
+inline int64_t lane_at(const Call& c, const Item& it, int64_t lane, int64_t stride) {
+    return (it.row0 + lane / c.group) * stride + (it.head * c.group + lane % c.group) * c.s.head_dim;
+}
+
+// Calls f with a lane's query, or result, as what it is.
+template <class F>
+inline void with_row(const Call& c, const char* rows, int64_t at, const F& f) {
     if (c.s.dtype == FLOAT32)
-        for (int64_t d = 0; d < dim; d++) ((float*)c.out)[at + d] = out[d * stride] * norm;
+        f((float*)rows + at);
     else
-        for (int64_t d = 0; d < dim; d++) put(((bf16*)c.out)[at + d], out[d * stride] * norm);
+        f((bf16*)rows + at);
+}
+
+// Writes a lane's result times `norm`, that of few lanes in the order of C, to the output.
+template <class C>
+inline void finish_lane(const Call& c, const Item& it, int64_t lane, const float* out, bool few, float norm) {
+    const int64_t dim = c.s.head_dim;
+    with_row(c, c.out, lane_at(c, it, lane, c.out_stride), [&](auto* to) {
+        if (few) return take_from_order<C>(out, dim, norm, to);
+        for (int64_t d = 0; d < dim; d++) put(to[d], out[d * PANEL] * norm);
+    });
 }
 
 inline Partial partial_of(const Call& c, const Item& it, int64_t lanes, int64_t piece) {
@@ -467,7 +218,8 @@ inline Partial partial_of(const Call& c, const Item& it, int64_t lanes, int64_t 
 }
 
 // Joins the pieces of a context, in order; done by whichever thread finishes the last of them.
-void join(const Call& c, const Item& it, int64_t lanes, float scale) {
+template <class C>
+void join(const Call& c, const Item& it, int64_t lanes, bool few, float scale) {
     const int64_t dim = c.s.head_dim;
     float* out = scratch(dim);
     for (int64_t lane = 0; lane < lanes; lane++) {
@@ -481,12 +233,14 @@ void join(const Call& c, const Item& it, int64_t lanes, float scale) {
 #pragma omp simd
             for (int64_t d = 0; d < dim; d++) out[d] += part.out[lane * dim + d] * alpha;
         }
-        finish_lane(c, it, lane, out, 1, scale / sum);
+        with_row(c, c.out, lane_at(c, it, lane, c.out_stride), [&](auto* to) {
+            few ? take_from_order<C>(out, dim, scale / sum, to) : take_from_order<float>(out, dim, scale / sum, to);
+        });
     }
 }
 
 template <class C>
-void work(const Call& c, const Item& it) {
+void work(const Call& c, const Item& it, const Item* then) {
     const int64_t dim = c.s.head_dim, lanes = it.rows * c.group;
     const bool few = lanes <= FEW_LANES && dim % W == 0;
     const float scale = (c.s.softcap ? c.s.scale / c.s.softcap : c.s.scale * LOG2_E) * head_scale<C>(c, it, 0);
@@ -494,36 +248,39 @@ void work(const Call& c, const Item& it) {
     float* q = scratch(dim);
     float *out = q + MAX_LANES * dim, *rest = out + MAX_LANES * dim;
     alignas(64) float max[MAX_LANES], sum[MAX_LANES];
-    // Element d of lane l lies at l * dim + d (few) or, by panels, transposed.
-    auto place = [&](int64_t l, int64_t d) { return few ? l * dim + d : l / PANEL * PANEL * dim + d * PANEL + l % PANEL; };
+    // Where lane l begins; its elements lie side by side (few) or PANEL apart.
+    auto place = [&](int64_t l) { return few ? l * dim : l / PANEL * PANEL * dim + l % PANEL; };
     const int64_t padded = few ? lanes : (lanes + PANEL - 1) / PANEL * PANEL;
     if (padded > lanes) std::fill(q + (padded - PANEL) * dim, q + padded * dim, 0.0f);
     for (int64_t l = 0; l < lanes; l++) {
-        const int64_t from = (it.row0 + l / c.group) * c.q_stride + (it.head * c.group + l % c.group) * dim;
-        for (int64_t d = 0; d < dim; d++) q[place(l, d)] = element(c.q, from + d, c.s.dtype) * scale;
+        float* to = q + place(l);
+        with_row(c, c.q, lane_at(c, it, l, c.q_stride), [&](auto* from) {
+            if (few) return put_in_order<C>(from, dim, scale, to);
+            for (int64_t d = 0; d < dim; d++) to[d * PANEL] = to_float(from[d]) * scale;
+        });
     }
     std::fill(out, out + padded * dim, 0.0f);
     std::fill(max, max + padded, NOTHING);
     std::fill(sum, sum + padded, 0.0f);
 
     if (few)
-        few_lanes<C>(c, it, lanes, q, Partial{max, sum, out});
+        few_lanes<C>(c, it, lanes, q, Partial{max, sum, out}, then);
     else if (c.s.softcap)
         many_lanes<C, true>(c, it, lanes, q, out, rest, max, sum);
     else
         many_lanes<C, false>(c, it, lanes, q, out, rest, max, sum);
 
-    const int64_t stride = few ? 1 : PANEL;
     if (it.pieces == 1) {
-        for (int64_t l = 0; l < lanes; l++) finish_lane(c, it, l, out + place(l, 0), stride, v_scale / sum[l]);
+        for (int64_t l = 0; l < lanes; l++) finish_lane<C>(c, it, l, out + place(l), few, v_scale / sum[l]);
         return;
     }
     const Partial part = partial_of(c, it, lanes, it.piece);
     std::copy(max, max + lanes, part.max);
     std::copy(sum, sum + lanes, part.sum);
+    const int64_t apart = few ? 1 : PANEL;
     for (int64_t l = 0; l < lanes; l++)
-        for (int64_t d = 0; d < dim; d++) part.out[l * dim + d] = out[place(l, d)];
-    if (c.counters[it.counter].fetch_sub(1, std::memory_order_acq_rel) == 1) join(c, it, lanes, v_scale);
+        for (int64_t d = 0; d < dim; d++) part.out[l * dim + d] = out[place(l) + d * apart];
+    if (c.counters[it.counter].fetch_sub(1, std::memory_order_acq_rel) == 1) join<C>(c, it, lanes, few, v_scale);
 }
 
 struct Plan {
@@ -583,8 +340,14 @@ OCTAVO_API int32_t octavo_paged_attention(const AttentionShape* shape, const Att
     call.partials = plan.partials.data();
     call.counters = plan.counters.data();
     const Item* items = plan.items.data();
+    // Of many items a thread takes some in a row, and asks memory for the next one's beginning.
+    const int64_t n = int64_t(plan.items.size()), shares = std::min(n, 16 * batch->threads);
     bool known = with_cache_type(shape->cache_type, [&](auto t) {
-        parallel_for(int64_t(plan.items.size()), batch->threads, [&](int64_t i) { work<decltype(t)>(call, items[i]); });
+        parallel_for(shares, batch->threads, [&](int64_t share) {
+            const int64_t end = n * (share + 1) / shares;
+            for (int64_t i = n * share / shares; i < end; i++)
+                work<decltype(t)>(call, items[i], i + 1 < end ? items + i + 1 : nullptr);
+        });
     });
     return known ? 0 : -1;
 }
