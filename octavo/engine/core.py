@@ -13,7 +13,8 @@ from octavo.engine.describe import describe_requests
 from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
 from octavo.engine.grammar_compiler import GrammarCompiler
 from octavo.engine.grammar_masks import begin_masks, collect_masks
-from octavo.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
+from octavo.engine.scheduler import Scheduler, SchedulerLimits
+from octavo.engine.step_maker import ScheduledStep
 from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.groups import page_bytes

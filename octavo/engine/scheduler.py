@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,23 +25,20 @@ from octavo.engine.outlook import Outlook
 from octavo.engine.request import Request, extras_of
 from octavo.engine.results import take_in
 from octavo.engine.slots import Slots
+from octavo.engine.step_maker import ScheduledStep, StepMaker
 from octavo.engine.tables import (
     TableChanges,
-    block_updates,
     extend,
     free_passed,
     grow_by_one,
     keep_running,
-    shared_blocks,
 )
 from octavo.engine.trials import TrialQueue, Trials
 from octavo.engine.worker_drafting import WorkerDrafting
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import (
-    ITERATION_BOUNDS,
     Admission,
-    BlockCopies,
     CoreOutput,
     CoreRequest,
     CoreStats,
@@ -68,15 +65,6 @@ class SchedulerLimits:
     look_ahead: bool = True
     num_speculative_tokens: int = 0
     adaptive_drafts: bool = True
-
-
-@dataclass
-class ScheduledStep:
-    """A plan and what `update` needs to recognise requests that left their slot meanwhile."""
-
-    plan: StepPlan
-    epochs: np.ndarray
-    grammars: list[GrammarRun] = field(default_factory=list)  # of the plan's masked requests
 
 
 class Scheduler:
@@ -118,12 +106,14 @@ class Scheduler:
         self._trials = Trials(self._slots, self._waiting, self._loading, self._put_back)
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
-        self._step = 0
         self._turns = 0
         # The first waiting request that found no room, requests that had left and blocks that were free then.
         self._refused = ((0, -1), 0, 0)
         self._paused = False  # a request waits for blocks that copies under way hold
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
+        self._maker = StepMaker(
+            self._slots, kv, self.drafting, self.stats, limits.vocab_size, limits.find_shared_prefix
+        )
         # New requests leave a little room, so that running ones need not be preempted at once.
         self._watermark = max(1, kv.pool.num_blocks // 100)
 
@@ -232,7 +222,7 @@ class Scheduler:
             budget = self.limits.max_num_batched_tokens - int(rows[kept].sum())
             run, rows, need, long = run[kept], rows[kept], need[kept], np.flatnonzero(need[kept] > 1)
         self._slots.register(
-            run, self._slots.num_computed[run] + rows, self._step
+            run, self._slots.num_computed[run] + rows, self._maker.next_id
         )  # those admitted now may share them
         admitted = [] if preempted else self._admit_loaded(budget)
         budget -= sum(count for _, count in admitted)
@@ -277,7 +267,7 @@ class Scheduler:
         first) a half of the rest when requests wait. So no prompt, however long, holds back a short
         one behind it, and none is held back for ever. Odd tokens fall to either side in turn.
         """
-        odd = self._step % 2
+        odd = self._maker.next_id % 2
         waiting = bool((len(self._waiting) or len(self._loading)) and self._slots.num_free)
         half = (budget + odd) // 2
         given = self._give(rows, need, long[:1], half if waiting or len(long) > 1 else budget)
@@ -411,7 +401,7 @@ class Scheduler:
                     stats.host_cache_queries += known - on_device
                     stats.host_cache_hits += copied
         admission = self._slots.enter(request, cached, self._turns)
-        self._slots.register(np.array([admission.slot]), np.array([cached + count]), self._step)
+        self._slots.register(np.array([admission.slot]), np.array([cached + count]), self._maker.next_id)
         return admission, count
 
     def _still_refused(self, request: Request) -> bool:
@@ -484,7 +474,8 @@ class Scheduler:
         """A step that has nothing to compute and asks for news of copies, or None if none are under way."""
         if not self.is_copying:
             return None
-        return self._make_step(np.zeros(0, np.int64), np.zeros(0, np.int32), [], [[] for _ in self.kv.groups])
+        nobody, nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        return self._maker.make(nobody, nothing, [], [[] for _ in self.kv.groups])
 
     def _plan(
         self,
@@ -501,85 +492,13 @@ class Scheduler:
             slots, counts = run, rows
         copies = []
         if self.kv.offloading is not None:
-            copies = self.kv.offloading.plan(self._step, clean=len(slots) > 0 and not self._paused)
+            copies = self.kv.offloading.plan(self._maker.next_id, clean=len(slots) > 0 and not self._paused)
         if not len(slots) and not copies:
             return None
         if (counts[:-1] > counts[1:]).any():  # one-row requests first: attention treats them apart
             first = np.argsort(counts > 1, kind="stable")
             slots, counts = slots[first], counts[first]
-        return self._make_step(slots, counts, [admission for admission, _ in admitted], updates, copies)
-
-    def _make_step(
-        self,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        admissions: list[Admission],
-        updates: list[TableChanges],
-        copies: Iterable[BlockCopies] = (),
-    ) -> ScheduledStep:
-        start = self._slots.num_computed[slots]
-        self._slots.num_computed[slots] += counts
-        drafts = self._drafts(slots, counts)
-        doubt = None if self.drafting is None else self._slots.in_doubt[slots]
-        if drafts is not None:
-            self._slots.num_tokens[slots] += drafts
-            self._slots.in_doubt[slots] += drafts
-        samples = self._slots.num_computed[slots] == self._slots.num_tokens[slots]
-        self._slots.num_tokens[slots] += samples
-        masked = np.flatnonzero(samples & self._slots.masked[slots])
-        shared = 0
-        if self.limits.find_shared_prefix:
-            shared = shared_blocks(self._slots, slots, counts, start, self.kv.block_size)
-        plan = StepPlan(
-            step_id=self._step,
-            admissions=admissions,
-            block_updates=block_updates(updates),
-            slots=slots.astype(np.int32),
-            num_rows=counts,
-            start=start,
-            samples=samples,
-            prompt_logprobs=self._prompt_logprobs(slots),
-            shared_blocks=shared,
-            copies=list(copies),
-            masked=masked.astype(np.int32) if len(masked) else None,
-            num_drafts=drafts,
-            draft_tokens=None if drafts is None else self._draft_tokens(slots, drafts),
-            propose=None if self.drafting is None else self.drafting.plan_next(slots, samples),
-            in_doubt=doubt,
-        )
-        grammars = self._expect_tokens(slots[masked])
-        self._slots.register(slots, self._slots.num_computed[slots], self._step)
-        self._step += 1
-        if len(slots):
-            self.stats.num_steps += 1
-            self.stats.iteration_tokens.add(ITERATION_BOUNDS, plan.total_rows)
-        return ScheduledStep(plan, self._slots.epoch[slots], grammars)
-
-    def _drafts(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
-        """How many of a step's rows judge drafts, int32 `[n]`; None: nobody's."""
-        if self.drafting is None:
-            return None
-        self.drafting.cut(slots, counts)
-        drafts = self._slots.num_drafts[slots]
-        return drafts if drafts.any() else None
-
-    def _draft_tokens(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray | None:
-        assert self.drafting is not None
-        return self.drafting.tokens(slots, drafts)
-
-    def _expect_tokens(self, masked: np.ndarray) -> list[GrammarRun]:
-        """The grammars of slots whose tokens are being sampled; hard ones wait for the next token's mask."""
-        grammars = []
-        for slot in masked.tolist():
-            grammar = self._slots.at(slot).grammar
-            assert grammar is not None
-            grammar.pending += 1
-            if self.drafting is not None:
-                drafts = self.drafting.tokens(np.array([slot]), self._slots.num_drafts[slot : slot + 1])
-                grammar.drafts = [] if drafts is None else drafts.tolist()
-            self._slots.held[slot] = grammar.slow
-            grammars.append(grammar)
-        return grammars
+        return self._maker.make(slots, counts, [admission for admission, _ in admitted], updates, copies)
 
     def release_held(self) -> bool:
         """Let requests go on whose masks have been made; whether some still wait for theirs."""
@@ -591,17 +510,6 @@ class Scheduler:
             )
             waits |= held
         return waits
-
-    def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
-        if not self._slots.wants_prompt_logprobs[slots].any():
-            return None
-        wanted = np.full(len(slots), -1, np.int32)
-        for i in np.flatnonzero(self._slots.wants_prompt_logprobs[slots]):
-            request = self._slots.requests[int(slots[i])]
-            assert request is not None and request.core.params.prompt_logprobs is not None
-            top = request.core.params.prompt_logprobs
-            wanted[i] = self.limits.vocab_size if top == -1 else top
-        return wanted
 
     # ---- results --------------------------------------------------------------------------------
 
@@ -615,7 +523,7 @@ class Scheduler:
         if self.kv.hasher is not None:
             left = plan.slots[self._slots.epoch[plan.slots] == step.epochs]
             # Rows of a step that is in flight yet may be among those computed.
-            self._slots.register(left, self._slots.num_computed[left], self._step - 1)
+            self._slots.register(left, self._slots.num_computed[left], self._maker.next_id - 1)
         self.kv.complete(plan.step_id)
         self._trials.passed(plan, step.epochs)
         return outputs

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.engine.scheduler import ScheduledStep, Scheduler
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_maker import ScheduledStep
 from octavo.kv.groups import page_bytes
 from octavo.worker import worker
 from tests import tiny
