@@ -5,7 +5,7 @@
 // quant_tile.h, in its order: a row's result is the same with few rows and with many.
 //
 // What bounds a tile is the two ports that take vectors: 8 dot products of a vector and block, and 3 operations
-// that scale its sum (5 with a minimum; twice that where two groups share a block).
+// that scale its sum (4 with a minimum; twice that where two groups share a block).
 #pragma once
 
 #include "quant_tile.h"
