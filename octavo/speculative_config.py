@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,25 @@ from octavo.errors import ConfigError
 
 METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
+    "suffix": "drafts what followed the newest tokens most often, in the request's own text or in other outputs",
     "draft_model": "lets a smaller model of the same vocabulary (`model`) go ahead",
 }
 """What each method does, in the order of the documentation."""
 
 MOST_DRAFTS = 32
+
+_USED_BY: dict[str, tuple[str, ...]] = {
+    "model": ("draft_model",),
+    "revision": ("draft_model",),
+    "quantization": ("draft_model",),
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+    "suffix_decoding_max_tree_depth": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "suffix_decoding_max_spec_factor": ("suffix",),
+    "suffix_decoding_min_token_prob": ("suffix",),
+}
+"""Fields that some methods alone use."""
 
 
 @dataclass
@@ -26,7 +40,10 @@ class SpeculativeConfig:
 
     method: str = setting("ngram", "What drafts tokens.", choices=tuple(METHODS))
     num_speculative_tokens: int = setting(
-        5, "Most tokens drafted for a request and step.", low=1, high=MOST_DRAFTS
+        5,
+        "Most tokens drafted for a request and step; by default suffix_decoding_max_tree_depth with suffix.",
+        low=1,
+        high=MOST_DRAFTS,
     )
     model: str | None = setting(None, "Folder, GGUF file or hub id of the draft model (draft_model).")
     revision: str | None = setting(None, "Branch, tag or commit of a draft model from the hub.")
@@ -40,11 +57,34 @@ class SpeculativeConfig:
     )
     prompt_lookup_min: int = setting(2, "Fewest tokens that must be found again (ngram).", low=1, high=64)
     prompt_lookup_max: int = setting(5, "Most tokens that are looked for (ngram).", low=1, high=64)
+    suffix_decoding_max_tree_depth: int = setting(
+        24, "Most tokens that are looked for (suffix).", low=1, high=64
+    )
+    suffix_decoding_max_cached_requests: int = setting(
+        10000,
+        "Earlier requests whose outputs are searched (suffix), the newest, of two million tokens at most; 0: "
+        "the request's own text alone.",
+        low=0,
+    )
+    suffix_decoding_max_spec_factor: float = setting(
+        1.0, "Most tokens of a draft for each one that was found again (suffix).", low=0.1, high=MOST_DRAFTS
+    )
+    suffix_decoding_min_token_prob: float = setting(
+        0.1,
+        "A draft ends where the share of places at which all of it followed falls below this (suffix).",
+        low=0.0,
+        high=1.0,
+    )
 
     def __post_init__(self) -> None:
-        if self.method == "ngram" and self.model is not None:
-            raise ConfigError(f"method='ngram' has no model, and model={self.model!r} is given: leave it out")
         validate(self)
+        for spec in fields(self):
+            value, users = getattr(self, spec.name), _USED_BY.get(spec.name, METHODS)
+            if self.method not in users and value != spec.default:
+                raise ConfigError(
+                    f"method={self.method!r} has no {spec.name}, and {spec.name}={value!r} is given: leave it "
+                    f"out, or take {' or '.join(users)}"
+                )
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method='draft_model' needs a model: name its folder, GGUF file or hub id")
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -89,7 +129,11 @@ def read_speculative_config(
         raise ConfigError(f"speculative_config names no method: give one of {', '.join(METHODS)}")
     values.setdefault("method", "draft_model")
     try:
-        return make_config(SpeculativeConfig, values)
+        config = make_config(SpeculativeConfig, values)
+        if config.method == "suffix" and "num_speculative_tokens" not in values:
+            depth = config.suffix_decoding_max_tree_depth
+            config = replace(config, num_speculative_tokens=min(depth, MOST_DRAFTS))
+        return config
     except ConfigError as error:
         names = ", ".join(spec.name for spec in fields(SpeculativeConfig))
         hint = f" (fields: {names})" if str(error).startswith("there is no") else ""

@@ -175,4 +175,5 @@ class HostDrafting(Drafting):
 
     def leave(self, request: Request) -> None:
         """See `Drafting`."""
-        self._proposer.leave(request.slot, request.token_ids, request.prompt_len, request.done)
+        lasting = request.done and request.core.cache_salt is None
+        self._proposer.leave(request.slot, request.token_ids, request.prompt_len, lasting)

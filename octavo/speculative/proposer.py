@@ -35,8 +35,12 @@ class HostProposer(ABC):
     def enter(self, slot: int) -> None:  # noqa: B027 (most keep nothing of a request)
         """A request comes into a slot: what was known of the slot is void."""
 
-    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, done: bool) -> None:  # noqa: B027
-        """A request leaves its slot, with all its tokens (int32); `done` unless it was preempted."""
+    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, lasting: bool) -> None:  # noqa: B027
+        """A request leaves its slot, with all its tokens (int32).
+
+        Args:
+            lasting: it has ended, and others may be drafted for from its output (it has no cache salt).
+        """
 
     @abstractmethod
     def propose(self, slot: int, tokens: np.ndarray, most: int) -> Proposal:

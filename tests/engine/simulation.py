@@ -377,7 +377,7 @@ class Guesser(HostProposer):
         assert slot not in self.in_slots
         self.in_slots.add(slot)
 
-    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, done: bool) -> None:
+    def leave(self, slot: int, tokens: np.ndarray, prompt_len: int, lasting: bool) -> None:
         assert slot in self.in_slots and len(tokens) >= prompt_len
         self.in_slots.remove(slot)
 

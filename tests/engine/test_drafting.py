@@ -115,3 +115,20 @@ def test_blocks_of_judged_drafts_are_shared():
     assert sim.tokens_of(outputs) == sim.expected(again, 10)
     assert outputs[-1].num_cached_tokens == (len(again) - 1) // 8 * 8
     assert np.all(core.scheduler._slots.in_doubt == 0)
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_earlier_outputs_are_drafted_from_but_not_salted_ones(salt: str | None):
+    """The same request twice: the first has nothing to draft from, the second its output."""
+    core = sim.make_core(
+        speculative_config={"method": "suffix", "adaptive": False}, enable_prefix_caching=False
+    )
+    accepted = []
+    for i in range(2):
+        request = sim.request(f"r{i}", [1, 2, 3], 40)
+        request.cache_salt = salt
+        core.add(request)
+        assert sim.tokens_of(sim.run(core)[f"r{i}"]) == sim.expected([1, 2, 3], 40)
+        accepted.append(core.stats().spec_accepted_tokens)
+    again = accepted[1] - accepted[0]
+    assert (again > 25) == (salt is None), accepted

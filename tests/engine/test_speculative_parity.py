@@ -140,12 +140,14 @@ def test_whatever_requests_ask(logprobs: int | None, knowing: Knowing):
                     assert abs(logprob.logprob - reference[token].logprob) < 1e-3
 
 
-def test_prompt_lookup_on_text_that_repeats():
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_text_that_repeats(method: str):
     prompt = [5, 6, 7, 8, 9] * 6
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
     with make("llama") as llm:
         plain = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
-    with drafted("llama", most=5) as llm:
+    config = {"method": method, "num_speculative_tokens": 5, "adaptive": False}
+    with make("llama", speculative_config=config) as llm:
         assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == plain
         stats = llm.stats()
         assert stats.spec_draft_tokens > 0

@@ -33,6 +33,10 @@ def test_given_as_fields_as_json_as_a_file_and_beside(tmp_path):
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         ({"method": "ngram", "num_speculative_tokens": "five"}, "num_speculative_tokens='five'"),
         ({"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 3}, "prompt_lookup_min=6"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "method='suffix' has no prompt_lookup_max"),
+        ({"method": "ngram", "suffix_decoding_min_token_prob": 0.5}, "or take suffix"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob=1.5"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth=0"),
         ({"num_speculative_tokens": 3}, "names no method"),
         ({}, "names no method"),
         ("{not json", "not JSON"),
@@ -44,6 +48,21 @@ def test_refused(given, words):
     with pytest.raises(ConfigError) as error:
         EngineConfig(speculative_config=given)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_suffix_drafts_as_many_tokens_as_it_looks_for():
+    def tokens(**given) -> int:
+        return EngineConfig(
+            speculative_config={"method": "suffix", **given}
+        ).speculative.num_speculative_tokens
+
+    assert tokens() == 24
+    assert tokens(suffix_decoding_max_tree_depth=10) == 10
+    assert tokens(suffix_decoding_max_tree_depth=60) == 32
+    assert tokens(num_speculative_tokens=5) == 5
+    assert EngineConfig(speculative_config={"method": "suffix"}, num_speculative_tokens=6).speculative == (
+        SpeculativeConfig("suffix", 6)
+    )
 
 
 def test_two_values_of_one_field():
