@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 
 METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
-    "suffix": "drafts what followed the newest tokens most often, in the request's own text or in other outputs",
+    "suffix": "drafts what followed the newest tokens most often, in the request or in earlier outputs",
     "draft_model": "lets a smaller model of the same vocabulary (`model`) go ahead",
 }
 """What each method does, in the order of the documentation."""
@@ -82,8 +82,8 @@ class SpeculativeConfig:
             value, users = getattr(self, spec.name), _USED_BY.get(spec.name, METHODS)
             if self.method not in users and value != spec.default:
                 raise ConfigError(
-                    f"method={self.method!r} has no {spec.name}, and {spec.name}={value!r} is given: leave it "
-                    f"out, or take {' or '.join(users)}"
+                    f"method={self.method!r} has no {spec.name}, and {spec.name}={value!r} is given: leave "
+                    f"it out, or take {' or '.join(users)}"
                 )
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method='draft_model' needs a model: name its folder, GGUF file or hub id")
