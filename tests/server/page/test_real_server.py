@@ -146,7 +146,7 @@ def test_numbers_are_those_of_the_metrics(octavo: Octavo, opened: Open) -> None:
 
         mean = metrics["time_to_first_token_seconds_sum"] / metrics["time_to_first_token_seconds_count"]
         told = page.eval("document.querySelector('#tile-ttft').innerText")
-        value = re.search(r"in all, mean ([\d.]+) (ms|s)", told)
+        value = re.search(r"in all, mean ([\d.]+)\s(ms|s)", told)
         assert value, told
         assert float(value[1]) / (1000 if value[2] == "ms" else 1) == pytest.approx(mean, rel=0.01)
         # The page saw all of the traffic, so that the last five minutes are what there was since the start.

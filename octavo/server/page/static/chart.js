@@ -124,7 +124,7 @@ export function scale(most) {
 }
 
 function shortTick(value, top) {
-  if (top >= 10000) return `${+(value / 1000).toPrecision(3)}k`;
+  if (value && top >= 10000) return `${+(value / 1000).toPrecision(3)}k`;
   return String(+value.toPrecision(3));
 }
 

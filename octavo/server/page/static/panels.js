@@ -70,7 +70,7 @@ export function showTiles(history) {
     if (whole.count) {
       notes.push(note("observed", {n: [`${name}_count`, number(whole.count)], mean: [null, seconds(whole.mean)]}));
     }
-    return tile(id, title, recent.count ? seconds(recent.mean) : "—", text("meanWindow"), notes);
+    return tile(id, title, recent.count ? seconds(recent.mean) : "—", text("window"), notes);
   };
   const made = [
     tile("output", "output", speed("generation_tokens_total"), text("perSecond"),
@@ -106,9 +106,10 @@ function requestsTile(metrics, count) {
   ]);
   const value = made.querySelector(".value");
   for (const [metric, word] of [["num_requests_running", "running"], ["num_requests_waiting", "waiting"]]) {
-    const figure = make("span", "", number(metrics[metric]));
+    const figure = make("span", "", number(metrics[metric])), pair = make("span", "whole");
     figure.dataset.figure = metric;
-    value.append(figure, make("small", "", text(word)), " ");
+    pair.append(figure, make("small", "", text(word)));
+    value.append(pair, " ");
   }
   return made;
 }

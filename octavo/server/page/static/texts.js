@@ -12,7 +12,7 @@ const en = {
   output: "Output", input: "Input", ttft: "Time to first token", itl: "Inter-token latency",
   requestsNow: "Requests", kvUse: "KV cache in use", hitRate: "Prefix cache hits", acceptance: "Drafts accepted",
   perSecond: "tokens/s", total: "{n} tokens since start",
-  meanWindow: "mean, 5 min", within: "95% within {bound}", beyond: "over 5% beyond {bound}",
+  within: "mean; 95% within {bound}", beyond: "mean; over 5% beyond {bound}",
   observed: "{n} in all, mean {mean}", none: "none yet",
   running: "running", waiting: "waiting", ended: "{n} ended, {aborted} of them aborted",
   preempted: "{n} preemptions", blocksUsed: "{used} of {all} blocks",
@@ -66,7 +66,7 @@ const zh = {
   output: "输出", input: "输入", ttft: "首 token 延迟", itl: "token 间延迟",
   requestsNow: "请求", kvUse: "KV 缓存占用", hitRate: "前缀缓存命中率", acceptance: "草稿接受率",
   perSecond: "token/秒", total: "启动以来 {n} 个 token",
-  meanWindow: "5 分钟平均", within: "95% 不超过 {bound}", beyond: "超过 5% 大于 {bound}",
+  within: "平均值；95% 不超过 {bound}", beyond: "平均值；超过 5% 大于 {bound}",
   observed: "共 {n} 次，平均 {mean}", none: "暂无",
   running: "运行中", waiting: "等待中", ended: "已结束 {n} 个，其中中止 {aborted} 个",
   preempted: "抢占 {n} 次", blocksUsed: "共 {all} 块，已用 {used} 块",
@@ -140,8 +140,8 @@ export function percent(share) {
 /** Seconds for people. */
 export function seconds(value) {
   const zhText = language === "zh";
-  if (value < 1) return `${short(1000 * value)} ${zhText ? "毫秒" : "ms"}`;
-  if (value < 60) return `${short(value)} ${zhText ? "秒" : "s"}`;
+  if (value < 1) return `${short(1000 * value)}\u00a0${zhText ? "毫秒" : "ms"}`;
+  if (value < 60) return `${short(value)}\u00a0${zhText ? "秒" : "s"}`;
   const [h, m, s] = [Math.floor(value / 3600), Math.floor(value / 60) % 60, Math.floor(value) % 60];
   if (zhText) return h ? `${h} 小时 ${m} 分` : `${m} 分 ${s} 秒`;
   return h ? `${h} h ${m} min` : `${m} min ${s} s`;
