@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.peers.engine import EngineSpec, Peer, Tokens
 
-_VERSION = "0.3.36"
+_PACKAGE, _VERSION = "llama-cpp-python", "0.3.36"
 _UBATCH = 512
 _FEWEST_SHARED = 32  # tokens of a common beginning that is computed once
 
@@ -27,10 +27,9 @@ def _build(folder: Path, run: Callable[..., None]) -> None:
     if not unpacked:
         shutil.rmtree(source, ignore_errors=True)
         source.mkdir(parents=True)
-        wanted = f"llama-cpp-python=={_VERSION}"
-        run(
-            "python", "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", source, wanted
-        )
+        # Only of this package: what builds it need not be built.
+        only_this = ("-q", "--no-deps", "--no-binary", _PACKAGE, "-d", source)
+        run("python", "-m", "pip", "download", *only_this, f"{_PACKAGE}=={_VERSION}")
         [archive] = source.glob("*.tar.gz")
         shutil.unpack_archive(archive, source)
         archive.unlink()
