@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -112,6 +112,7 @@ class ProcessClient(CoreClient):
 
     Args:
         abandoned: set, while the core loads, to give the start up.
+        module: what is run as that process, with its arguments; the socket's number comes after them.
     """
 
     def __init__(
@@ -120,13 +121,14 @@ class ProcessClient(CoreClient):
         on_outputs: OnOutputs,
         on_death: OnDeath,
         abandoned: threading.Event | None = None,
+        module: Sequence[str] = ("octavo.engine.process",),
     ):
         ours, theirs = socket.socketpair()
         package = str(Path(octavo.__file__).parent.parent)
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "octavo.engine.process", str(theirs.fileno())],
+                [sys.executable, "-m", *module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,

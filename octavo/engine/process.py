@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,12 +21,19 @@ from octavo.engine.frames import receive_frame, send_frame
 from octavo.log import configure_logging
 from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
 
+if TYPE_CHECKING:
+    from octavo.engine.cores import Core
+
 logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 5.0  # how long a step may still run once the front end is gone
 
 
-def main(fd: int) -> int:
-    """Load the model that the front end names, serve it over the socket, end when it closes."""
+def main(fd: int, make: Callable[[EngineConfig], Core] | None = None) -> int:
+    """Load the model that the front end names, serve it over the socket, end when it closes.
+
+    Args:
+        make: makes the core; None: as the model needs.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides what an interrupt means
     sock = socket.socket(fileno=fd)
     encoder = msgspec.msgpack.Encoder()
@@ -43,7 +52,7 @@ def main(fd: int) -> int:
         from octavo.engine.cores import make_core
         from octavo.engine.loop import run_core
 
-        core = make_core(EngineConfig(**msgspec.msgpack.decode(first)))
+        core = (make or make_core)(EngineConfig(**msgspec.msgpack.decode(first)))
     except Exception as error:
         logger.debug("start failed", exc_info=True)
         send(Fatal(type(error).__name__, str(error)))
