@@ -42,7 +42,7 @@ def describe_kv(
     refs, keys = pool.holders()
     held = np.asarray(refs)
     states = np.minimum(held, 2).astype(np.uint8) + np.uint8(OWNED - 1)
-    findable = np.fromiter(map(bool, keys), bool, len(keys))
+    findable = np.fromiter((key is not None for key in keys), bool, len(keys))
     states[held == 0] = FREE
     states[(held == 0) & findable] = CACHED
     per_cell = -(-pool.num_blocks // max(1, most_cells))

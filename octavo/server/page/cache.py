@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 
 
 class Cached:
-    """Keeps an answer for a while, so that many open pages cost as much as one.
+    """Keeps an answer for `seconds` (which may be changed), so that many open pages cost as much as one.
 
     Invariant: at most one computation runs at a time; those that wait for it get its answer.
     """
 
     def __init__(self, seconds: float):
-        self._seconds = seconds
+        self.seconds = seconds
         self._lock = asyncio.Lock()
         self._answer: bytes | None = None
         self._until = 0.0
@@ -25,5 +25,5 @@ class Cached:
             if self._answer is None or time.monotonic() >= self._until:
                 self._answer = None
                 self._answer = await compute()
-                self._until = time.monotonic() + self._seconds
+                self._until = time.monotonic() + self.seconds
             return self._answer

@@ -21,6 +21,12 @@ REQUESTS = 64
 TAIL = 48
 """Tokens of prompts and outputs that are shown where the settings allow it."""
 
+LIFE = 0.5
+"""Seconds that an answer is kept at least."""
+BLOCKS_PER_SECOND = 100_000
+"""Larger pools' answers are kept a second for each of so many blocks, since a map of these keeps the engine
+from its steps for about 10 ms; so watching costs it a hundredth at most."""
+
 _OURS = ("model_name", "engine")  # labels that are the same on all metrics of a server
 
 
@@ -82,6 +88,7 @@ async def server_state(service: Service, scope: Scope, body: None) -> Response:
 
 async def _state(service: Service) -> bytes:
     told = await service.engine.describe_kv(CELLS, REQUESTS, TAIL if service.config.page_show_texts else 0)
+    service.page_state.seconds = max(LIFE, told.num_blocks / BLOCKS_PER_SECOND)
     metrics, histograms = values(service.metrics.collect())
     now = time.time()
     return msgspec.json.encode(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.kv.pool import BlockPool
 from octavo.server.metrics.families import Namer, ValueHistogram
 from octavo.server.page.state import values
 from tests.server.conftest import Running, running
@@ -101,6 +102,15 @@ def test_many_viewers_cost_one_question() -> None:
         assert len(asked) == len(times) <= 3  # each answer lasts half a second
         time.sleep(0.6)
         assert state(server)["time"] not in times
+
+
+def test_large_pools_are_asked_less_often() -> None:
+    engine = FakeEngine()
+    engine.pool = BlockPool(400_000)  # 4 seconds
+    with running(engine) as server:
+        first = state(server)["time"]
+        time.sleep(0.7)
+        assert state(server)["time"] == first
 
 
 def test_settings_in_force_are_told_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
