@@ -111,7 +111,8 @@ async def _client(port: int, requests: list[int]) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     messages = [{"role": "user", "content": "Tell me a long story about a small book. " * 4}]
     body = json.dumps({"model": "fake", "messages": messages, "stream": True}).encode()
-    ask = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    ask = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    ask += b"content-length: %d\r\n\r\n" % len(body) + body
     events = 0
     while requests:
         requests.pop()

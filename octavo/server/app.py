@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -14,7 +15,7 @@ from octavo.server.access_log import REQUEST_ID, AccessLogMiddleware
 from octavo.server.api_keys import ApiKeys
 from octavo.server.endpoints import Operation, not_found, operations
 from octavo.server.errors import ApiError, as_api_error
-from octavo.server.parsing import decode_body, read_body
+from octavo.server.parsing import check_type, decode_body, read_body
 from octavo.server.service import Service
 from octavo.server.streaming import EventStream, run_while_connected
 from octavo.server.tracing import with_trace_headers
@@ -36,6 +37,7 @@ def build_app(service: Service) -> ASGIApp:
     app: ASGIApp = Router(routes, redirect_slashes=False, default=_Refusal(404))
     if service.keys.wanted:
         app = _KeyMiddleware(app, service.keys, offered)
+    app = _SiteMiddleware(app, service.config.allowed_origins or [])
     if service.config.allowed_origins:
         # Outermost: a preflight request carries no key.
         app = CORSMiddleware(
@@ -97,6 +99,7 @@ class _Endpoint:
             if operation.generates:
                 service.check_accepting()
             if operation.request is not None:
+                check_type(scope)
                 raw = await read_body(scope, receive, service.config.max_request_bytes)
                 body = decode_body(raw, operation.request, service.config.strict_fields)
         except Exception as error:
@@ -157,6 +160,34 @@ async def _fail(response: Any, error: ApiError, scope: Scope, receive: Receive, 
         await response.fail(error, send)
     else:
         await error.response()(scope, receive, send)
+
+
+class _SiteMiddleware:
+    """Refuses what a web page of another site sends, unless its origin is allowed.
+
+    CORS keeps such a page from reading answers; but requests of a simple kind (a POST without a body, say)
+    are sent without asking first, and would put an engine to sleep. Browsers mark them by `Sec-Fetch-Site`.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]):
+        self._app = app
+        self._allowed = {origin.encode() for origin in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = dict(scope["headers"])
+            site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin", b"")
+            if site in (b"cross-site", b"same-site") and not self._allowed & {b"*", origin}:
+                await _OTHER_SITE.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+_OTHER_SITE = ApiError(
+    403,
+    "pages of other sites may not use this server: start it with their origin in --allowed-origins",
+    code="origin_not_allowed",
+)
 
 
 class _KeyMiddleware:

@@ -1,29 +1,118 @@
-"""Uvicorn's fast HTTP protocol with a bound on what comes before a request's body."""
+"""Uvicorn's fast HTTP protocol with what it lacks: bounds on heads, bodies of requests that offer an upgrade,
+and answers that HTTP/1.0 clients can read."""
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import asyncio
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD = 64 * 1024
 """Bytes of a request line and its headers (what uvicorn's other protocol, h11, allows as well)."""
 
+HEAD_TIMEOUT = 60.0
+"""Seconds within which a head must have arrived: who connects and says nothing holds no place for ever."""
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Refuses requests whose head is larger than `MAX_HEAD`, which httptools would collect without end."""
+    """Refuses requests whose head is larger than `MAX_HEAD`, which httptools would collect without end, or
+    takes longer than `HEAD_TIMEOUT`.
+
+    An `Upgrade` is an offer that a server may pass over (RFC 9110, 7.8), as this one does. Java's HttpClient
+    makes one with every first request; httptools takes what follows such a head for another protocol's.
+    """
 
     _head: int | None = None  # bytes of the head that is arriving; None between heads
+    _patience: asyncio.TimerHandle | None = None  # with a head that is to arrive
+    _again = False  # the framing of a head that is known is being told to a new parser
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._have_head()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._patience is None:
+            self._patience = self.loop.call_later(HEAD_TIMEOUT, self.transport.close)
+
+    def _have_head(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._pass_over_upgrade()
+            except httptools.HttpParserError:
+                self.logger.warning("a request was refused that is not HTTP/1.1")
+                self.send_400_response("this is not a valid HTTP/1.1 request")
+                return
         if self._head is not None and not self.transport.is_closing():
             self._head += len(data)
             if self._head > MAX_HEAD:
                 self.send_400_response(f"the request's headers are larger than {MAX_HEAD} bytes: send less")
 
+    def _pass_over_upgrade(self) -> None:
+        """Go on with the request's body, and with requests after it."""
+        framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING]
+        self.parser = httptools.HttpRequestParser(self)
+        self._again = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head = 0
+        if not self._again:
+            super().on_message_begin()
+            self._head = 0
+            self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._again:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._again:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._again:
+            self._again = False
+            return
         self._head = None
+        self._have_head()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            # Its task has not begun yet.
+            self.cycle.__class__ = _OldCycle
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else the body is still to come
+            super().on_message_complete()
+
+
+class _OldCycle(RequestResponseCycle):
+    """A request of HTTP/1.0 and its answer, whose end the closed connection shows if its length does not:
+    such clients do not know chunks."""
+
+    _until_close = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+                self._until_close = True
+                self.chunked_encoding = False
+        elif self._until_close:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)

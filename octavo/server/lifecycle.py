@@ -196,7 +196,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
             options[name] = path
     return uvicorn.Config(
         app,
-        http=_http_protocol(),
+        http=http_protocol(),
         lifespan="off",
         log_config=None,
         log_level="warning",
@@ -207,7 +207,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def _http_protocol() -> Any:
+def http_protocol() -> Any:
     """The protocol class for uvicorn."""
     try:
         from octavo.server.http import BoundedHttpProtocol

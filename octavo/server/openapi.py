@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 _ERRORS = {
     "400": "The request cannot be served as asked; `param` names the field at fault.",
     "401": "The API key is missing or wrong.",
+    "403": "A web page of another site sent it, whose origin is not allowed.",
     "404": "The model is not served here, or what the path names is not there.",
     "408": "The body arrived too slowly.",
     "413": "The body is too large.",
+    "415": "The body is not declared to be JSON.",
     "500": "Internal error.",
     "503": "The server shuts down, or its engine has stopped.",
 }
@@ -115,13 +117,15 @@ def _success(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[str,
 def _possible_errors(operation: Operation, needs_key: bool) -> list[str]:
     errors = []
     if operation.request is not None:
-        errors += ["400", "404", "408", "413"]
+        errors += ["400", "404", "408", "413", "415"]
     elif operation.query:
         errors.append("400")
     elif "{" in operation.path:
         errors.append("404")
     if needs_key and not operation.open:
         errors.append("401")
+    if operation.method != "GET":
+        errors.append("403")
     errors.append("500")
     if operation.generates or operation.path in ("/health", "/ready", "/ping"):
         errors.append("503")

@@ -59,6 +59,35 @@ NOT_BUILT: dict[str, Callable[[Any], bool]] = {
 """Fields whose features this version lacks, each with the values that ask for nothing and may pass."""
 
 
+def check_type(scope: Scope) -> None:
+    """Refuse a body that is not declared to be plain JSON.
+
+    A web page of another origin may send other types without asking first, so that this is what keeps such
+    pages from using a server that their reader can reach.
+
+    Raises:
+        ApiError: 415.
+    """
+    kind = coding = b""
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            kind = value.partition(b";")[0].strip().lower()
+        elif name == b"content-encoding":
+            coding = value.strip().lower()
+    if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        given = f"is {kind[:64].decode('latin-1')!r}" if kind else "is missing"
+        raise ApiError(
+            415, f"Content-Type {given}: send application/json", param="Content-Type", code="unsupported_type"
+        )
+    if coding not in (b"", b"identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding {coding[:64].decode('latin-1')!r} is not supported: send the body as it is",
+            param="Content-Encoding",
+            code="unsupported_type",
+        )
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body, at most `limit` bytes.
 
@@ -97,7 +126,10 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         await asyncio.wait_for(read_all(), BODY_TIMEOUT)
     except asyncio.TimeoutError:
         raise ApiError(
-            408, f"the request body did not arrive within {BODY_TIMEOUT:g} seconds", code="timeout"
+            408,
+            f"the request body did not arrive within {BODY_TIMEOUT:g} seconds",
+            code="timeout",
+            headers={"connection": "close"},
         ) from None
     if size > limit:
         raise too_large

@@ -16,6 +16,7 @@ from tests.server.test_chat import TEXT, events
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
 
 BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [-1]}, "prompt"),
@@ -155,14 +156,14 @@ def test_chats(slow: Running, body: dict[str, Any], param: str) -> None:
     ids=range(13),
 )
 def test_malformed_json(slow: Running, raw: bytes) -> None:
-    check_error(slow.client.post(TEXTS, content=raw))
+    check_error(slow.client.post(TEXTS, content=raw, headers=JSON))
 
 
 def test_body_limit(slow: Running) -> None:
     big = b'{"prompt": "' + b"x" * (3 * 2**20) + b'"}'
-    assert check_error(slow.client.post(TEXTS, content=big), 413)["code"] == "request_too_large"
+    assert check_error(slow.client.post(TEXTS, content=big, headers=JSON), 413)["code"] == "request_too_large"
     chunked = (big[i : i + 65536] for i in range(0, len(big), 65536))
-    check_error(slow.client.post(TEXTS, content=chunked), 413)
+    check_error(slow.client.post(TEXTS, content=chunked, headers=JSON), 413)
 
 
 def test_request_id_in_use(slow: Running) -> None:

@@ -119,7 +119,8 @@ def test_a_client_that_goes_away_is_aborted(streaming: bool) -> None:
     engine = FakeEngine(delay=0.02)
     with running(engine) as server:
         payload = json.dumps(BODY | {"stream": streaming, "n": 2, "prompt": ["a", "b"]}).encode()
-        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
+        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+        head += b"content-length: %d\r\n\r\n" % len(payload)
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", server.port)) as sock:
                 sock.sendall(head + payload)

@@ -257,7 +257,8 @@ def test_a_client_that_does_not_read_is_ended_too(monkeypatch: pytest.MonkeyPatc
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", server.port))
-            head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+            head += b"content-length: %d\r\n\r\n" % len(body)
             sock.sendall(head + body)
             until = time.monotonic() + 5
             while not engine.live and time.monotonic() < until:
