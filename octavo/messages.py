@@ -357,11 +357,13 @@ class DraftOrder:
         counts: int32 `[n]`, tokens for each request of the plan.
         updates: new entries of the draft's block tables, by its KV groups.
         catch_up: tokens of the requests' texts that the draft has to compute before.
+        follows: bool `[n]`, the requests whose rows a head takes in; None: what drafts reads tokens alone.
     """
 
     counts: np.ndarray
     updates: list[BlockUpdate]
     catch_up: int = 0
+    follows: np.ndarray | None = None
 
 
 @dataclass

@@ -15,15 +15,16 @@ METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
     "suffix": "drafts what followed the newest tokens most often, in the request or in earlier outputs",
     "draft_model": "lets a smaller model of the same vocabulary (`model`) go ahead",
+    "eagle3": "lets an EAGLE-3 head (`model`) of the target draft from its hidden states",
 }
 """What each method does, in the order of the documentation."""
 
 MOST_DRAFTS = 32
 
 _USED_BY: dict[str, tuple[str, ...]] = {
-    "model": ("draft_model",),
-    "revision": ("draft_model",),
-    "quantization": ("draft_model",),
+    "model": ("draft_model", "eagle3"),
+    "revision": ("draft_model", "eagle3"),
+    "quantization": ("draft_model", "eagle3"),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -45,7 +46,9 @@ class SpeculativeConfig:
         low=1,
         high=MOST_DRAFTS,
     )
-    model: str | None = setting(None, "Folder, GGUF file or hub id of the draft model (draft_model).")
+    model: str | None = setting(
+        None, "Folder, GGUF file or hub id of the draft model (draft_model), or of the head (eagle3)."
+    )
     revision: str | None = setting(None, "Branch, tag or commit of a draft model from the hub.")
     quantization: str | None = setting(
         None, "How the draft's weights are stored: as the engine's setting of this name."
@@ -85,8 +88,9 @@ class SpeculativeConfig:
                     f"method={self.method!r} has no {spec.name}, and {spec.name}={value!r} is given: leave "
                     f"it out, or take {' or '.join(users)}"
                 )
-        if self.method == "draft_model" and self.model is None:
-            raise ConfigError("method='draft_model' needs a model: name its folder, GGUF file or hub id")
+        if self.method in _USED_BY["model"] and self.model is None:
+            kinds = "folder or hub id" if self.method == "eagle3" else "folder, GGUF file or hub id"
+            raise ConfigError(f"method={self.method!r} needs a model: name its {kinds}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is above "

@@ -55,11 +55,12 @@ class Drafting(ABC):
         them."""
         return None
 
-    def plan_next(self, slots: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
+    def plan_next(self, slots: np.ndarray, rows: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
         """What the workers draft after a step; None: nothing.
 
         Args:
             slots: int64 `[n]`, the step's requests, whose rows and tokens are counted already.
+            rows: int32 `[n]`, of each.
             samples: bool `[n]`.
         """
         return None

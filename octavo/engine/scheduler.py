@@ -20,6 +20,7 @@ import numpy as np
 
 from octavo.engine.drafting import Drafting, HostDrafting
 from octavo.engine.grammar_run import GrammarRun
+from octavo.engine.head_drafting import HeadDrafting
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.outlook import Outlook
 from octavo.engine.request import Request, extras_of
@@ -65,6 +66,7 @@ class SchedulerLimits:
     look_ahead: bool = True
     num_speculative_tokens: int = 0
     adaptive_drafts: bool = True
+    head_drafts: bool = False  # what drafts on the workers follows the rows of the steps
 
 
 class Scheduler:
@@ -99,7 +101,8 @@ class Scheduler:
             self.drafting = HostDrafting(proposer, self._slots, *bounds)
         elif draft_blocks is not None:
             budget = limits.max_num_batched_tokens
-            self.drafting = WorkerDrafting(draft_blocks, self._slots, *bounds, budget, draft_max_model_len)
+            kind = HeadDrafting if limits.head_drafts else WorkerDrafting
+            self.drafting = kind(draft_blocks, self._slots, *bounds, budget, draft_max_model_len)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()

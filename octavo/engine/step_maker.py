@@ -89,7 +89,7 @@ class StepMaker:
             masked=masked.astype(np.int32) if len(masked) else None,
             num_drafts=drafts,
             draft_tokens=None if drafts is None else self._draft_tokens(slots, drafts),
-            propose=None if self._drafting is None else self._drafting.plan_next(slots, samples),
+            propose=None if self._drafting is None else self._drafting.plan_next(slots, counts, samples),
             in_doubt=doubt,
         )
         grammars = self._expect_tokens(slots[masked])

@@ -55,13 +55,11 @@ class WorkerDrafting(Drafting):
         slots.num_drafts[run] = drafts
         rows += drafts.astype(np.int32)
 
-    def plan_next(self, slots: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
+    def plan_next(self, slots: np.ndarray, rows: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
         """See `Drafting`."""
         state = self.slots
         known = state.num_tokens[slots].astype(np.int64)
-        room = np.where(samples & ~state.masked[slots], state.max_total[slots] - known - 1, 0)
-        room = np.minimum(room, self._max_length - known + 1)  # the last draft is no input
-        counts = np.clip(self._choose(slots, room > 0, known), 0, np.maximum(room, 0))
+        counts = self._counts(slots, samples & ~state.masked[slots], known)
         for i in np.flatnonzero(counts).tolist():
             if not self._blocks.extend(int(slots[i]), int(known[i] + counts[i] - 1)):
                 self._drop(int(slots[i]))
@@ -74,6 +72,12 @@ class WorkerDrafting(Drafting):
         if not chosen.any():
             return None
         return DraftOrder(counts.astype(np.int32), self._blocks.take_updates(), int(behind))
+
+    def _counts(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Tokens to draft for each request, int64 `[n]`: for those that are `able` as many as pay and fit."""
+        room = np.where(able, self.slots.max_total[slots] - known - 1, 0)
+        room = np.minimum(room, self._max_length - known + 1)  # the last draft is no input
+        return np.clip(self._choose(slots, room > 0, known), 0, np.maximum(room, 0))
 
     def _behind(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Tokens that the draft's cache lacks of each text, but for the last two."""
@@ -125,7 +129,7 @@ class WorkerDrafting(Drafting):
         """See `Drafting`."""
         super().timed(plan, result, seconds)
         order = plan.propose
-        if order is None or not result.draft_seconds:
+        if order is None or not result.draft_seconds or not order.counts.any():
             return
         n, most, rows = int((order.counts > 0).sum()), int(order.counts.max()), order.catch_up
         if not rows:

@@ -12,6 +12,7 @@ from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers
 from octavo.layers.attention import AttentionMetadata, PagedBackend
 from octavo.layers.attention_layer import CachedLayer
+from octavo.layers.embedding import VocabEmbedding
 from octavo.layers.layer import LoadTarget
 from octavo.layers.moe import Experts
 from octavo.models.aliases import AliasTargets, with_prefix
@@ -26,10 +27,17 @@ class CausalLM(nn.Module, ABC):
 
     Attributes:
         narrows: whether it minds `AttentionMetadata.wanted_rows`, and so returns only the rows wanted.
+        gives_states: whether it can give hidden states beside its result (`give_states`).
+        aux_layers: the layers whose inputs it gives.
+        aux_states: those of the step that was launched last, `[rows, hidden_size]` each, in their order; a
+            step overwrites them.
     """
 
     config: ModelConfig
     narrows: bool = False
+    gives_states: bool = False
+    aux_layers: tuple[int, ...] = ()
+    aux_states: Sequence[torch.Tensor] = ()
     _planners: Sequence[PagedBackend] = ()
 
     @abstractmethod
@@ -55,6 +63,18 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, vocab_size]` of hidden states, in the model's dtype (the sampler widens)."""
+
+    def give_states(self, layers: Sequence[int]) -> None:
+        """Keep the residual stream of every row as it enters some layers; the number of all layers means: as
+        it leaves the last."""
+        assert self.gives_states
+        self.aux_layers = tuple(layers)
+        if self.config.num_layers in self.aux_layers:
+            self.narrows = False
+
+    def embedding(self) -> VocabEmbedding:
+        """The table of the tokens' vectors, of a model that gives states."""
+        raise NotImplementedError
 
     def checkpoint_targets(self, targets: dict[str, LoadTarget]) -> Targets:
         """What the layers take of a checkpoint, with the other names under which one may hold it: a bare

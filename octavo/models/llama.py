@@ -165,12 +165,19 @@ class LlamaModel(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
         meta: Sequence[AttentionMetadata],
-    ) -> torch.Tensor:
+        keep: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states after the final norm, and the stream as it enters the layers `keep`."""
         x = self.embed_tokens(token_ids)
         residual: torch.Tensor | None = None
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
+        kept: list[torch.Tensor] = []
+        for number, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            if number in keep:  # a copy: layers add to the stream in place
+                kept.append(x.clone() if residual is None else x + residual)
             x, residual = layer(x, residual, positions, cache, meta)
-        return self.norm.add(x, residual)[0]
+        if len(self.layers) in keep:
+            kept.append(x if residual is None else x + residual)
+        return self.norm.add(x, residual)[0], kept
 
 
 class LlamaForCausalLM(CausalLM):
@@ -178,6 +185,7 @@ class LlamaForCausalLM(CausalLM):
 
     decoder_layer: type[DecoderLayer] = LlamaDecoderLayer
     narrows = True
+    gives_states = True
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -193,7 +201,11 @@ class LlamaForCausalLM(CausalLM):
         kv_caches: list[torch.Tensor],
         meta: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        return self.model(token_ids, positions, kv_caches, meta)
+        hidden, self.aux_states = self.model(token_ids, positions, kv_caches, meta, self.aux_layers)
+        return hidden
+
+    def embedding(self) -> VocabEmbedding:
+        return self.model.embed_tokens
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head(hidden)

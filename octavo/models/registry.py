@@ -32,6 +32,9 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "DeepseekV3ForCausalLM": ("octavo.models.deepseek", "DeepseekForCausalLM"),
 }
 
+# What drafts for a model and is none by itself.
+DRAFT_HEADS: dict[str, tuple[str, str]] = {"Eagle3": ("octavo.models.eagle3", "Eagle3Head")}
+
 
 def model_class(architecture: str, implementation: str = "octavo") -> type[CausalLM]:
     """The class that runs an architecture, of Octavo's families or over Transformers' code.
@@ -43,9 +46,10 @@ def model_class(architecture: str, implementation: str = "octavo") -> type[Causa
         from octavo.models.transformers_model import TransformersForCausalLM
 
         return TransformersForCausalLM
-    if architecture not in ARCHITECTURES:
+    known = ARCHITECTURES | DRAFT_HEADS
+    if architecture not in known:
         raise ModelError(
             f"architecture {architecture!r} is not supported: use a model of {', '.join(ARCHITECTURES)}"
         )
-    module, name = ARCHITECTURES[architecture]
+    module, name = known[architecture]
     return getattr(importlib.import_module(module), name)

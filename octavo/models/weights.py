@@ -27,6 +27,7 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "BOOL": torch.bool,
 }
 
 
@@ -54,6 +55,18 @@ def folder_weights(
     raise ModelError(
         f"{folder}: no {what} file: fetch the weights, or give --load-format dummy for random ones"
     )
+
+
+def stored_names(folder: Path, load_format: str) -> set[str]:
+    """Names of the tensors that `folder_weights` would find; none without weights.
+
+    Raises:
+        ModelError: a file that is truncated or corrupt.
+    """
+    if load_format != "pt" and (files := list_files(folder)):
+        return {name for path in files for name in read_header(path).tensors}
+    bins = list_bins(folder) if load_format != "safetensors" else []
+    return {name for path in bins for name in load_bin(path)}
 
 
 def _safetensors(

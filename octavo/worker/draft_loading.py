@@ -81,7 +81,18 @@ def load_draft(
         ConfigError: it can't draft for this target; the message says why.
         ModelError: it can't be found or loaded.
     """
-    own = replace(
+    own = draft_settings(config, speculative)
+    found = configured_model(own)
+    architecture = load_model_config(found, config.model_impl)
+    _check_vocabulary(config, own, source, target, found, architecture)
+    length = min(max_model_len, architecture.context_length)
+    model = fill_draft(config, own, found, architecture, dtype, device, length)
+    return LoadedDraft(model, model.kv_groups(), length, found.name)
+
+
+def draft_settings(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
+    """The engine's settings, for what drafts in place of the target."""
+    return replace(
         config,
         model=speculative.model,
         revision=speculative.revision,
@@ -92,19 +103,35 @@ def load_draft(
         num_speculative_tokens=None,
         kv_cache_dtype="auto",
     )
-    found = configured_model(own)
-    architecture = load_model_config(found, config.model_impl)
-    _check_vocabulary(config, own, source, target, found, architecture)
+
+
+def fill_draft(
+    config: EngineConfig,
+    own: EngineConfig,
+    found: ModelSource,
+    architecture: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int,
+) -> CausalLM:
+    """Build what drafts, and read its weights.
+
+    Args:
+        config, own: the engine's settings, and `draft_settings` of them.
+        found, architecture: its files and architecture.
+
+    Raises:
+        ConfigError, ModelError: settings or weights that don't fit.
+    """
     quantization = choose_quantization(
         own.quantization, found, config.load_format, device, architecture, dtype, config.quantization_strict
     )
-    length = min(max_model_len, architecture.context_length)
     model = build_model(
         architecture,
         dtype=DTYPES[dtype],
         device=device,
         attention_backend=config.attention_backend,
-        max_model_len=length,
+        max_model_len=max_model_len,
         block_size=config.block_size,
         quantization=quantization,
         batch_invariant=config.batch_invariant,
@@ -121,7 +148,7 @@ def load_draft(
         seed=config.seed,
     )
     load_weights(model, weights)
-    return LoadedDraft(model, model.kv_groups(), length, found.name)
+    return model
 
 
 def _check_vocabulary(

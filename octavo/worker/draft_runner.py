@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
 from octavo.speculative.draft_model import DraftModel
-from octavo.worker.input_batch import InputBatch
+from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.recorded_steps import RecordedSteps
@@ -73,15 +74,39 @@ class DraftRunner:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
+class DraftModelDrafter:
+    """Lets a draft model follow a runner's steps (a `StepDrafter`)."""
+
+    every_step = False
+
+    def __init__(self, draft: DraftModel):
+        self._draft = draft
+
+    def enter(self, slots: np.ndarray) -> None:
+        """See `StepDrafter`."""
+        self._draft.enter(slots)
+
+    def after_step(
+        self, plan: StepPlan, inputs: StepInputs, known: torch.Tensor | None, num_tokens: torch.Tensor | None
+    ) -> None:
+        """See `StepDrafter`."""
+        assert known is not None
+        chosen, order = inputs.sample_requests, plan.propose
+        most = (plan.start + plan.num_rows)[chosen].astype(np.int64) + 1
+        least = most - (0 if inputs.num_drafts is None else inputs.num_drafts)
+        if plan.in_doubt is not None:
+            least = least - plan.in_doubt[chosen]
+        counts = np.zeros(len(chosen), np.int32) if order is None else order.counts[chosen]
+        updates = [] if order is None else order.updates
+        self._draft.propose(plan.slots[chosen], counts, least, most, known, updates)
+
+
 def attach_draft(
     runner: ModelRunner, model: Any, groups: list[KVGroup], num_blocks: int, **sizes: Any
 ) -> DraftRunner:
     """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them."""
     forward = DraftRunner(model, groups, num_blocks, runner, **sizes)
-    runner.draft = DraftModel(
-        forward,
-        runner.verifier.sampler,
-        runner.batch.token_table,
-        batch_kernels(runner.device.type).append_tokens,
-    )
+    append = batch_kernels(runner.device.type).append_tokens
+    draft = DraftModel(forward, runner.verifier.sampler, runner.batch.token_table, append)
+    runner.draft = DraftModelDrafter(draft)
     return forward

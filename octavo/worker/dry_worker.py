@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.layers.layer import Layer
 from octavo.sampling_params import SamplingParams
-from octavo.worker.graphs import DecodeGraphs, graph_sizes
+from octavo.worker.graphs import DecodeGraphs, Recorded, graph_sizes
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.worker import Worker
@@ -71,5 +70,5 @@ class _DryGraphs(DecodeGraphs):
         self._graphs.clear()
         return super().run(inputs)
 
-    def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        return None, inputs.token_ids, inputs.token_ids
+    def _record(self, inputs: StepInputs) -> Recorded:
+        return None, inputs.token_ids, inputs.token_ids, ()

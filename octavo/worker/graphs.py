@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 # From 128 rows on a step's time grows with them, so padding costs. Left out is 448, where cuBLAS is slow on
 # Hopper (Llama-8B's gate and up projections take 271 µs there, 149 at 432, 155 at 512).
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 208, 256, 320, 384, 432, 480, 512)
+
+# A graph, and what it leaves: logits, likeliest tokens, the model's `aux_states`.
+Recorded = tuple[Any, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -49,7 +53,7 @@ class DecodeGraphs:
         self._kv_caches = kv_caches
         self._max_model_len = max_model_len
         self._sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[tuple[int, bool], tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], Recorded] = {}
         self._pool: Any = None
         self.num_bytes = 0  # of device memory that the graphs hold, the driver's part included
 
@@ -68,14 +72,16 @@ class DecodeGraphs:
         key = len(inputs.slots), any(meta.shared_blocks for meta in inputs.meta)
         recorded = self._graphs.get(key)
         if recorded is not None:
-            graph, logits, tokens = recorded
+            graph, logits, tokens, self._model.aux_states = recorded
             self._model.prepare_replay(inputs.meta)
             graph.replay()
             return logits, tokens
         for meta in inputs.meta:
             meta.max_seq_len = self._max_model_len
         results = self._forward(inputs)
+        states = self._model.aux_states
         self._graphs[key] = self._record(inputs)
+        self._model.aux_states = states  # those of the recording are not computed yet
         return results
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +92,7 @@ class DecodeGraphs:
         self._batch.append_all(inputs, tokens)
         return logits, tokens
 
-    def _record(self, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    def _record(self, inputs: StepInputs) -> Recorded:
         self._model.prepare_capture(inputs.meta)
         free, _ = torch.cuda.mem_get_info(self._batch.device)
         graph = torch.cuda.CUDAGraph()
@@ -96,4 +102,4 @@ class DecodeGraphs:
         self.num_bytes += max(0, free - torch.cuda.mem_get_info(self._batch.device)[0])
         cascade = " that share blocks" if any(meta.shared_blocks for meta in inputs.meta) else ""
         logger.debug("recorded a graph for %d requests%s", len(inputs.slots), cascade)
-        return graph, logits, tokens
+        return graph, logits, tokens, self._model.aux_states

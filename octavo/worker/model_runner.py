@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,34 @@ from octavo.sampling.processors import upload
 from octavo.sampling.sampler import RowMasks, Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
-from octavo.speculative.draft_model import DraftModel
 from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.transfer import TokenTransfer
+
+
+class StepDrafter(Protocol):
+    """Follows a runner's steps on its stream, and drafts what their plans ask for.
+
+    Attributes:
+        every_step: whether it follows those that yield no token, too.
+    """
+
+    every_step: bool
+
+    def enter(self, slots: np.ndarray) -> None:
+        """Slots (int64 `[n]`) have changed hands."""
+
+    def after_step(
+        self, plan: StepPlan, inputs: StepInputs, known: torch.Tensor | None, num_tokens: torch.Tensor | None
+    ) -> None:
+        """A step was launched; its tokens are in the token table.
+
+        Args:
+            known: int64 `[m]`, tokens known of the requests that yielded some; None: none did.
+            num_tokens: integer `[m]`, how many these yielded; None: one each.
+        """
 
 
 class ModelRunner:
@@ -60,7 +82,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
         self.recorded = RecordedSteps(model, kv_caches) if records else None
         self._transfer = TokenTransfer(max_num_seqs * (1 + max_drafts), device)
-        self.draft: DraftModel | None = None
+        self.draft: StepDrafter | None = None
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
@@ -98,7 +120,9 @@ class ModelRunner:
             assert hidden is not None  # such steps are never replayed
             packed = self._prompt_logprobs(plan, inputs, hidden)
         if logits is None or not len(inputs.sample_requests):
-            return LaunchedStep(plan, inputs.sample_requests, None, packed, self._transfer)
+            launched = LaunchedStep(plan, inputs.sample_requests, None, packed, self._transfer)
+            self._draft_after(plan, inputs, None, launched)
+            return launched
         rows = logits
         if plan.masked is not None:
 
@@ -116,23 +140,18 @@ class ModelRunner:
         return launched
 
     def _draft_after(
-        self, plan: StepPlan, inputs: StepInputs, sampled: VerifyOutput, launched: LaunchedStep
+        self, plan: StepPlan, inputs: StepInputs, sampled: VerifyOutput | None, launched: LaunchedStep
     ) -> None:
-        """Let the draft model follow the step's tokens, and draft what the plan asks for."""
-        if self.draft is None:
+        """Let what drafts follow the step, and draft what the plan asks for."""
+        if self.draft is None or (sampled is None and not self.draft.every_step):
             return
-        chosen = inputs.sample_requests
-        known = self.batch.sample_ends(inputs) + (1 if sampled.num_tokens is None else sampled.num_tokens)
-        most = (plan.start + plan.num_rows)[chosen].astype(np.int64) + 1
-        least = most - (0 if inputs.num_drafts is None else inputs.num_drafts)
-        if plan.in_doubt is not None:
-            least = least - plan.in_doubt[chosen]
-        order = plan.propose
-        counts = np.zeros(len(chosen), np.int32) if order is None else order.counts[chosen]
-        updates = [] if order is None else order.updates
+        known = num_tokens = None
+        if sampled is not None:
+            num_tokens = sampled.num_tokens
+            known = self.batch.sample_ends(inputs) + (1 if num_tokens is None else num_tokens)
         timer = DeviceTimer(self.device)
-        self.draft.propose(plan.slots[chosen], counts, least, most, known, updates)
-        launched.drafting = timer.stop() if order is not None else None
+        self.draft.after_step(plan, inputs, known, num_tokens)
+        launched.drafting = timer.stop() if plan.propose is not None else None
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of any step, and the logits of the rows that yield a token, if any do."""

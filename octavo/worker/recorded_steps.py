@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class RecordedSteps:
         self._model = model
         self._kv_caches = kv_caches
         # By requests, rows, and the most rows of a request.
-        self._recorded: dict[tuple[int, int, int], tuple[Recording, torch.Tensor]] = {}
+        self._recorded: dict[
+            tuple[int, int, int], tuple[Recording, torch.Tensor, Sequence[torch.Tensor]]
+        ] = {}
         self._refused = False
 
     def takes(self, plan: StepPlan, inputs: StepInputs) -> bool:
@@ -51,12 +54,12 @@ class RecordedSteps:
         key = inputs.num_requests, len(inputs.token_ids), inputs.meta[0].max_query_len
         recorded = self._recorded.get(key)
         if recorded is not None:
-            recording, logits = recorded
+            recording, logits, self._model.aux_states = recorded
             recording.replay()
             return logits
         logits, recording = record(lambda: self._forward(inputs))
         if recording.problem is None:
-            self._recorded[key] = recording, logits
+            self._recorded[key] = recording, logits, self._model.aux_states
             self._bound()
         else:
             self._refused = True

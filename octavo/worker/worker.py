@@ -25,6 +25,7 @@ from octavo.kv.keys import root_key
 from octavo.layers.rotary import rope_variant
 from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
 from octavo.models.config import ModelConfig
+from octavo.models.eagle3 import Eagle3Head
 from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
@@ -36,11 +37,14 @@ from octavo.planning.ledger import Ledger
 from octavo.quantization.checkpoint_method import describe_modes, mode_of
 from octavo.quantization.local_hardware import hardware_of
 from octavo.sampling_params import SamplingParams
+from octavo.speculative_config import SpeculativeConfig
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.draft_loading import LoadedDraft, load_draft
 from octavo.worker.draft_runner import DraftRunner, attach_draft
+from octavo.worker.head_loading import load_head
+from octavo.worker.head_runner import HeadRunner, attach_head
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.kv_scales import CalibrationTokens, random_tokens, settle_kv_scales, text_tokens
@@ -67,7 +71,7 @@ class Worker:
     facts: ModelFacts
     tiers: KVTiers | None = None
     draft: LoadedDraft | None = None
-    draft_runner: DraftRunner | None = None
+    draft_runner: DraftRunner | HeadRunner | None = None
     _parked: ParkedTensors | None = None  # the weights, while a GPU's engine sleeps
     _prefill_rate = 0.0  # tokens per second; measured if there is a host tier
 
@@ -98,9 +102,7 @@ class Worker:
         self.groups: list[KVGroup] = self.model.kv_groups()
         speculative = config.speculative
         if speculative is not None and speculative.model is not None:
-            self.draft = load_draft(
-                config, speculative, source, self.model_config, self.dtype, self.device, wanted
-            )
+            self.draft = self._load_draft(speculative, source, wanted)
         self._size_cache(wanted)
         # The context's length enters only where the rotation depends on it, so that a restart with
         # another one keeps its keys.
@@ -204,6 +206,12 @@ class Worker:
                 f"the weights of {source.name} do not fit on {self.device}: {str(error).splitlines()[0]}"
             ) from None
         self.model = model
+
+    def _load_draft(self, speculative: SpeculativeConfig, source: ModelSource, wanted: int) -> LoadedDraft:
+        sizes = (self.dtype, self.device, wanted)
+        if speculative.method == "eagle3":
+            return load_head(self.config, speculative, source, self.model_config, self.model, *sizes)
+        return load_draft(self.config, speculative, source, self.model_config, *sizes)
 
     def _given_dtype(self) -> str:
         """The name of the dtype in which weights that are made (random, or decoded) come."""
@@ -389,18 +397,22 @@ class Worker:
         self.runner = self._make_runner(blocks, length)
         if self.draft is not None:
             assert isinstance(self.runner, ModelRunner)
-            self.draft_runner = attach_draft(
-                self.runner,
-                self.draft.model,
-                self.draft.groups,
-                draft_blocks,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=length,
-                max_rows=self.max_num_batched_tokens,
-                records=self._records_steps(),
-            )
+            self.draft_runner = self._attach_draft(self.draft, draft_blocks, length)
         if config.swap_space:
             self.tiers = self._make_tiers()
+
+    def _attach_draft(self, draft: LoadedDraft, blocks: int, length: int) -> DraftRunner | HeadRunner:
+        """Let what drafts follow the runner's steps."""
+        assert isinstance(self.runner, ModelRunner)
+        sizes = dict(
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=length,
+            max_rows=self.max_num_batched_tokens,
+        )
+        if isinstance(draft.model, Eagle3Head):
+            return attach_head(self.runner, draft.model, draft.groups, blocks, **sizes)
+        records = self._records_steps()
+        return attach_draft(self.runner, draft.model, draft.groups, blocks, **sizes, records=records)
 
     def _make_tiers(self) -> KVTiers:
         """Allocate the host tier; its size and what its copies compete with enter the facts."""

@@ -1,0 +1,174 @@
+"""A head drafts from the target's hidden states (EAGLE-3, https://arxiv.org/abs/2503.01840), token by token.
+
+The head follows the target's rows: each step's hidden states make rows in the head's KV cache, and its drafts
+begin behind the last of them. Drafts are drawn with the noise of their positions, as the target draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from octavo.messages import BlockUpdate, StepPlan
+from octavo.sampling.processors import upload
+from octavo.sampling.sampler import Sampler
+
+
+@dataclass
+class FollowedRows:
+    """A step's rows of the requests that the head follows, request after request.
+
+    Attributes:
+        slots: int32 `[n]` on the host; rows: int32 `[n]`, of each.
+        start: int64 `[n]`, upper bounds of the first rows' positions; exact where the head begins.
+        drafts: int32 `[n]`, of the last rows, those that judge drafts.
+        positions: int64 `[total rows]` on the device.
+        states: hidden states `[total rows, target_hidden_size]`, three.
+    """
+
+    slots: np.ndarray
+    rows: np.ndarray
+    start: np.ndarray
+    drafts: np.ndarray
+    positions: torch.Tensor
+    states: list[torch.Tensor]
+
+
+class HeadForward(Protocol):
+    """Runs the head's rows, with a KV cache of its own, where each request's first row has position 0."""
+
+    def combine(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """Rows' hidden states `[rows, hidden_size]` of the target's."""
+
+    def __call__(
+        self,
+        plan: StepPlan,
+        first: torch.Tensor,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run rows.
+
+        Args:
+            first: int64 `[n]`, the position of each request's first row in the head's cache.
+            token_ids: int32 `[rows]`, of the positions after the rows'.
+            hidden: `[rows, hidden_size]`; may be overwritten.
+            wanted: int64 `[m]`, the rows whose results are read; None: all.
+
+        Returns:
+            Logits `[m, vocab]` over the target's tokens, and the next rows' hidden states `[m, hidden_size]`.
+        """
+
+
+class Eagle3:
+    """Follows the steps of the requests that it is told to, and drafts behind them; the host never waits.
+
+    A request's rows in the head's cache begin where the head began to follow it, and have no gaps. What the
+    head has there of its own drafts is overwritten by the rows of the step that judges them.
+    """
+
+    def __init__(
+        self,
+        forward: HeadForward,
+        sampler: Sampler,
+        token_table: torch.Tensor,
+        append: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
+    ):
+        """Arguments as `octavo.speculative.draft_model.DraftModel`'s."""
+        self._forward, self._sampler = forward, sampler
+        self._table, self._append = token_table, append
+        self._begin = np.full(len(token_table), -1, np.int64)  # position of a slot's first row; -1: none
+        self._steps = 0
+
+    def enter(self, slots: np.ndarray) -> None:
+        """Slots (integer `[n]`) have changed hands."""
+        self._begin[slots] = -1
+
+    def follow(
+        self,
+        step: FollowedRows,
+        counts: np.ndarray,
+        most_known: np.ndarray,
+        known: torch.Tensor,
+        stood: torch.Tensor | None,
+        updates: list[BlockUpdate],
+    ) -> None:
+        """Take a step's rows in, and write drafts behind the known tokens of the token table.
+
+        Args:
+            counts: int32 `[n]` on the host, tokens to draft for each request, 0 or more.
+            most_known: int64 `[m]` on the host, upper bounds of `known`, for the m requests that draft.
+            known: int64 `[m]` on the device, tokens known.
+            stood: int64 `[m]` on the device, how many of the drafts that the step judged stood; None: there
+                were none.
+            updates: new entries of the head's block tables.
+        """
+        device = self._table.device
+        new = self._begin[step.slots] < 0
+        self._begin[step.slots[new]] = step.start[new]
+        begin, ends = self._begin[step.slots], np.cumsum(step.rows, dtype=np.int64)
+        slots_d = upload(step.slots.astype(np.int64), device)
+        first_row = upload(ends - step.rows, device)
+        begin_d = upload(begin, device)
+        owners = torch.repeat_interleave(
+            slots_d, upload(step.rows.astype(np.int64), device), output_size=int(ends[-1])
+        )
+        # The last position of a full context has no next token, and is nobody's input.
+        after = (step.positions + 1).clamp_max(self._table.shape[1] - 1)
+        drafting = np.flatnonzero(counts)
+        last = ends - 1 - step.drafts
+        # Where nobody drafts, one row's result is made for nothing, so that layers need not take none.
+        wanted = upload(last[drafting] if len(drafting) else last[:1], device)
+        if stood is not None and len(drafting):
+            wanted = wanted + stood
+        logits, hidden = self._forward(
+            self._plan(step.slots, step.rows, step.start - begin, updates),
+            step.positions.index_select(0, first_row) - begin_d,
+            self._table[owners, after],
+            self._forward.combine(step.states),
+            None if len(wanted) == len(owners) else wanted,
+        )
+        if not len(drafting):
+            return
+        index = upload(drafting, device)
+        none = [BlockUpdate(*np.zeros((3, 0), np.int32)) for _ in updates]
+        slots, slots_d, begin, begin_d = step.slots[drafting], slots_d[index], begin[drafting], begin_d[index]
+        counts, tokens = counts[drafting], known  # until there are some
+        for j in range(int(counts.max())):
+            live = np.flatnonzero(counts > j)
+            if len(live) < len(slots):
+                index = upload(live, device)
+                slots, begin, counts, most_known = slots[live], begin[live], counts[live], most_known[live]
+                slots_d, begin_d, known, hidden, tokens = (
+                    x.index_select(0, index) for x in (slots_d, begin_d, known, hidden, tokens)
+                )
+            if j:
+                logits, hidden = self._forward(
+                    self._plan(slots, np.ones(len(slots), np.int32), most_known - 2 + j - begin, none),
+                    known - 2 + j - begin_d,
+                    tokens,
+                    hidden,
+                    None,
+                )
+            position = known + j
+            tokens = self._sampler(logits, slots, slots_d, position, self._table, most_known + j).tokens
+            self._append(slots_d, position, tokens, self._table)
+
+    def _plan(
+        self, slots: np.ndarray, rows: np.ndarray, start: np.ndarray, updates: list[BlockUpdate]
+    ) -> StepPlan:
+        self._steps += 1
+        return StepPlan(
+            step_id=self._steps,
+            admissions=[],
+            block_updates=updates,
+            slots=slots.astype(np.int32),
+            num_rows=rows.astype(np.int32),
+            start=start.astype(np.int32),
+            samples=np.ones(len(slots), bool),
+        )

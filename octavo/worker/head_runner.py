@@ -1,0 +1,138 @@
+"""An EAGLE-3 head on a worker's device: over its target's token table and hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.kernels.batch_ops import batch_kernels
+from octavo.kv.format import KVGroup
+from octavo.messages import StepPlan
+from octavo.models.eagle3 import Eagle3Head
+from octavo.sampling.processors import upload
+from octavo.speculative.eagle3 import Eagle3, FollowedRows
+from octavo.worker.input_batch import InputBatch, StepInputs
+from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.model_runner import ModelRunner
+
+
+class HeadRunner:
+    """Owns a head's KV cache and tables; runs its rows (a `HeadForward` of the proposer).
+
+    Attributes:
+        batch: its tables. They know positions of the head's cache, which begin at 0 for each request.
+        kv_caches: its cache.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        groups: list[KVGroup],
+        num_blocks: int,
+        runner: ModelRunner,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_rows: int,
+    ):
+        self._head = head
+        self._vocab_size = runner.vocab_size
+        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, runner.device)
+        self.batch.token_table = runner.batch.token_table
+        self.kv_caches = allocate_caches(groups, num_blocks, runner.device)
+
+    def combine(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """See `HeadForward`."""
+        return self._head.combine(states)
+
+    def __call__(
+        self,
+        plan: StepPlan,
+        first: torch.Tensor,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `HeadForward`."""
+        self.batch.apply(plan)
+        inputs = self.batch.layout(plan)
+        self.batch.num_computed[inputs.slots] = first
+        self.batch.fill(inputs)
+        self._head.plan_attention(inputs.meta)
+        inputs.meta[0].wanted_rows = wanted
+        made = self._head(token_ids, inputs.positions, self.kv_caches, inputs.meta, hidden)
+        return self._spread(self._head.compute_logits(made)), self._head.fed_back(made)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the target's tokens: what the head cannot draft has none."""
+        vocabulary = self._head.vocabulary
+        if vocabulary.whole:
+            return logits
+        out = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+        return out.index_copy_(1, vocabulary.target_ids, logits)
+
+
+class HeadDrafter:
+    """Lets a head follow a runner's steps (a `StepDrafter`), and draft what their plans ask for."""
+
+    every_step = True
+
+    def __init__(self, head: Eagle3, runner: ModelRunner):
+        self._head, self._model = head, runner.model
+
+    def enter(self, slots: np.ndarray) -> None:
+        """See `StepDrafter`."""
+        self._head.enter(slots)
+
+    def after_step(
+        self, plan: StepPlan, inputs: StepInputs, known: torch.Tensor | None, num_tokens: torch.Tensor | None
+    ) -> None:
+        """See `StepDrafter`."""
+        order = plan.propose
+        if order is None or order.follows is None or not order.follows.any():
+            return
+        chosen, total, device = np.flatnonzero(order.follows), plan.total_rows, inputs.positions.device
+        states, positions = [s[:total] for s in self._model.aux_states], inputs.positions[:total]
+        if len(chosen) < len(plan.slots):
+            rows = upload(np.flatnonzero(np.repeat(order.follows, plan.num_rows)), device)
+            states, positions = [s.index_select(0, rows) for s in states], positions.index_select(0, rows)
+        drafts = np.zeros(len(plan.slots), np.int32) if plan.num_drafts is None else plan.num_drafts
+        counts, stood = order.counts[chosen], None
+        drafting = np.flatnonzero(order.counts)
+        if len(drafting):
+            assert known is not None
+            if len(drafting) < len(known):
+                places = upload(np.searchsorted(inputs.sample_requests, drafting), device)
+                known = known.index_select(0, places)
+                num_tokens = None if num_tokens is None else num_tokens.index_select(0, places)
+            stood = None if num_tokens is None else num_tokens.long() - 1
+        else:
+            known = positions[:0]
+        self._head.follow(
+            FollowedRows(
+                plan.slots[chosen],
+                plan.num_rows[chosen],
+                plan.start[chosen].astype(np.int64),
+                drafts[chosen],
+                positions,
+                states,
+            ),
+            counts,
+            (plan.start + plan.num_rows)[drafting].astype(np.int64) + 1,
+            known,
+            stood,
+            order.updates,
+        )
+
+
+def attach_head(
+    runner: ModelRunner, head: Any, groups: list[KVGroup], num_blocks: int, **sizes: Any
+) -> HeadRunner:
+    """Let a loaded head draft after a runner's steps; `sizes` as `HeadRunner` takes them."""
+    forward = HeadRunner(head, groups, num_blocks, runner, **sizes)
+    append = batch_kernels(runner.device.type).append_tokens
+    eagle = Eagle3(forward, runner.verifier.sampler, runner.batch.token_table, append)
+    runner.draft = HeadDrafter(eagle, runner)
+    return forward
