@@ -1,16 +1,25 @@
-"""EAGLE-3 heads of each dialect: their drafts are those of a plain float64 implementation, and change no token."""
+"""EAGLE-3 heads of each dialect: drafts are those of a plain float64 implementation, and change no token."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
+from octavo.errors import OctavoError
+from octavo.models.eagle3_config import eagle3_config
 from octavo.speculative.eagle3 import Eagle3
+from tests import tiny
 from tests.engine.test_llm_parity import expected, generate, make
+from tests.engine.test_speculative_parity import PARAMS
 from tests.tiny import eagle3
 
 
@@ -71,16 +80,126 @@ def test_drafts_equal_the_plain_implementation(head: str, overlap: bool, monkeyp
     "settings",
     [
         dict(max_num_batched_tokens=7),
-        dict(kv_cache_memory_bytes=640 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
         dict(enforce_eager=True, enable_prefix_caching=False),
     ],
 )
-def test_whatever_the_engine_does_beside(
+def test_a_trained_head_whatever_the_engine_does_beside(
     settings: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
 ):
     watch = Watch(monkeypatch)
     with drafted("llama", "speculators", True, async_scheduling=overlap, **settings) as llm:
-        assert generate(llm) == expected("llama")
+        for _ in range(2):
+            assert generate(llm) == expected("llama")
         stats = llm.stats()
-        assert 0.3 * stats.spec_draft_tokens < stats.spec_accepted_tokens
-    watch.check("speculators", "llama", True, every=3)
+        assert stats.spec_accepted_per_pos[0] > 0.9 * stats.spec_drafts > 0  # it was taught one token ahead
+        assert stats.num_steps < 2 * tiny.NEW_TOKENS * 1.5
+        if "kv_cache_memory_bytes" in settings:
+            assert stats.num_preemptions > 0
+    watch.check("speculators", "llama", True, every=7)
+    # Behind what the prefix cache had (also after a preemption) the head's own context begins there.
+    assert any(begin for _, begin, _ in watch.seen) == settings.get("enable_prefix_caching", True)
+
+
+def test_whatever_requests_ask():
+    params = [SamplingParams(max_tokens=24, detokenize=False, logprobs=1, **fields) for fields in PARAMS]
+    prompts = [tiny.PROMPTS[i % len(tiny.PROMPTS)] for i in range(len(params))]
+    with make("llama") as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    with drafted("llama", "speculators", True, most=3) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert 0 < llm.stats().spec_accepted_tokens < llm.stats().spec_draft_tokens
+    for output, want in zip(outputs, plain, strict=True):
+        for choice, other in zip(output.outputs, want.outputs, strict=True):
+            assert choice.token_ids == other.token_ids
+            assert choice.finish_reason == other.finish_reason
+            for entry, reference in zip(choice.logprobs, other.logprobs, strict=True):
+                assert entry.keys() == reference.keys()
+                assert all(abs(entry[t].logprob - reference[t].logprob) < 1e-3 for t in entry)
+
+
+def test_adaptive_drafts_change_nothing_either():
+    with drafted("llama", "speculators", True, adaptive=True) as llm:
+        for _ in range(3):
+            assert generate(llm) == expected("llama")
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "mixtral"])
+def test_other_families_give_states(variant: str):
+    """Gemma's embeddings are scaled, its windows make several KV groups; a head of any target has its own."""
+    with drafted(variant, "speculators") as llm:
+        assert generate(llm) == expected(variant)
+        assert llm.stats().spec_draft_tokens > 0
+
+
+def _changed(tmp_path: Path, head: str = "speculators", d2t: Any = None, **changes: Any) -> str:
+    """A copy of a head with another config, or other ids."""
+    shutil.copytree(eagle3.head(head), tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    if d2t is not None:
+        weights = tmp_path / "head" / "model.safetensors"
+        tensors = load_file(weights)
+        d2t(tensors["d2t"])
+        save_file(tensors, weights)
+    return str(tmp_path / "head")
+
+
+def _far(ids: torch.Tensor) -> None:
+    ids[7] = 1000
+
+
+def _twice(ids: torch.Tensor) -> None:
+    ids[8] = ids[7] - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(target_hidden_size=128), "hidden states of 128"),
+        (dict(transformer_layer_config={**eagle3.LLAMA, "vocab_size": 1000}), "its vocab_size is 1000"),
+        (dict(transformer_layer_config={**eagle3.LLAMA, "num_hidden_layers": 2}), "has 2 layers"),
+        (dict(transformer_layer_config=3), "transformer_layer_config is no JSON object"),
+        (dict(draft_vocab_size=1000), "draft_vocab_size=1000 is more"),
+        (dict(draft_vocab_size=None), "there is no draft_vocab_size"),
+        (dict(speculators_model_type="peagle"), "'peagle' is not supported"),
+        (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), r"\[1, 2, 9\] are not three ascending layers"),
+        (dict(eagle_aux_hidden_state_layer_ids="all"), "no list of layers"),
+        (dict(eagle_aux_hidden_state_layer_ids=None), "3 layers are too few"),
+        (dict(norm_before_fc=True, fc_norm=True), "norm_before_fc and fc_norm are both set"),
+        (dict(fc_norm="yes"), "fc_norm='yes'"),
+        (dict(norm_before_fc=True), "input_norm.weight"),
+        (dict(d2t=_far), r"draft token 7 the target's 1007"),
+        (dict(d2t=_twice), "one target token to two"),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str):
+    config = {"method": "eagle3", "model": _changed(tmp_path, **changes)}
+    with pytest.raises(OctavoError, match=words) as error:
+        make("llama", speculative_config=config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_gives_no_states_is_refused():
+    config = {"method": "eagle3", "model": str(eagle3.head("speculators"))}
+    with pytest.raises(OctavoError, match="run by Transformers' code"):
+        make("llama", speculative_config=config, model_impl="transformers")
+    with pytest.raises(OctavoError, match="needs a model: name its folder or hub id"):
+        make("llama", speculative_config={"method": "eagle3"})
+
+
+def test_the_usual_layers():
+    target = SimpleNamespace(
+        num_layers=32, hidden_size=64, vocab_size=tiny.VOCAB_SIZE, architecture="Llama", dtype="float32"
+    )
+    for head, ids, want in (
+        ("specforge", None, (2, 16, 29)), ("specforge", [1, 15, 28], (2, 16, 29)),
+        ("speculators", None, (2, 16, 29)), ("speculators", [2, 16, 29], (2, 16, 29)),
+    ):  # fmt: skip
+        raw = dict(eagle3.DIALECTS[head].config)
+        name = "eagle_aux_hidden_state_layer_ids"
+        if head == "specforge":
+            raw["eagle_config"] = {name: ids}
+        else:
+            raw[name] = ids
+        assert eagle3_config(raw, target, True).aux_layers == want

@@ -215,7 +215,7 @@ def _wide_target(variant: str) -> Any:
 
 @torch.no_grad()
 def target_states(variant: str, aux: tuple[int, ...], tokens: list[int]) -> list[torch.Tensor]:
-    """What enters some of the target's layers (or, by their number, leaves the last), float64 `[n, H]` each."""
+    """What enters some of the target's layers (or, by their number, leaves the last), float64 `[n, H]`."""
     model, seen = _wide_target(variant), []
     hooks = [m.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for m in model.model.layers]
     hooks.append(model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])))
@@ -285,11 +285,12 @@ def weights(name: str, trained_for: str | None = None) -> Tensors:
     return {key: x.float().double() for key, x in w.items()}
 
 
-@functools.cache
 def head(name: str, trained_for: str | None = None) -> Path:
     """The folder of a head, written once."""
     dialect = DIALECTS[name]
     folder = root() / f"eagle3-{name}-{trained_for}"
+    if folder.exists():
+        return folder
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(dialect.config))
     tensors = {
