@@ -94,7 +94,9 @@ def start(model: str) -> None:
             stack.enter_context(mock.patch.object(torch, name, zeroed(getattr(torch, name))))
         for name, answer in MEMORY.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(mock.patch.object(graphs.DecodeGraphs, "_record", lambda *_: (None, None, None)))
+        stack.enter_context(
+            mock.patch.object(graphs.DecodeGraphs, "_record", lambda *_: (None, None, None, ()))
+        )
         stack.enter_context(pretended_gpu(H200, place="cpu"))
         core = EngineCore(config(model))
         params = SamplingParams(temperature=0.0, max_tokens=2)

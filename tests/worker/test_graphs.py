@@ -13,9 +13,10 @@ from octavo.layers import attention
 from octavo.layers.attention import TorchAttention
 from octavo.models.interface import CausalLM
 from octavo.worker import model_runner, worker
-from octavo.worker.graphs import DecodeGraphs, graph_sizes
+from octavo.worker.graphs import DecodeGraphs, Recorded, graph_sizes
 from octavo.worker.input_batch import StepInputs
 from tests import tiny
+from tests.engine.test_eagle3 import Watch, drafted
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 
@@ -28,11 +29,17 @@ class Replay:
     inputs: StepInputs
     logits: torch.Tensor
     tokens: torch.Tensor
+    states: list[torch.Tensor]
 
     def replay(self) -> None:
         for meta in self.inputs.meta:  # a graph keeps the bounds that it was recorded with
             meta.max_seq_len, meta.plan = self.graphs._max_model_len, None
+        model = self.graphs._model
+        given = model.aux_states  # a replay runs no Python: where states lie the graph's owner knows
         logits, tokens = self.graphs._forward(self.inputs)
+        for state, computed in zip(self.states, model.aux_states, strict=True):
+            state.copy_(computed)
+        model.aux_states = given
         self.logits.copy_(logits)
         self.tokens.copy_(tokens)
 
@@ -42,12 +49,13 @@ def replayed(monkeypatch) -> list[int]:
     """The engine thinks it has graphs; the sizes that were recorded."""
     sizes: list[int] = []
 
-    def record(self: DecodeGraphs, inputs: StepInputs) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    def record(self: DecodeGraphs, inputs: StepInputs) -> Recorded:
         sizes.append(len(inputs.slots))
         vocab = self._model.config.vocab_size
         logits = torch.full((len(inputs.slots), vocab), float("nan"))
         tokens = torch.full((len(inputs.slots),), -1, dtype=torch.int32)
-        return Replay(self, inputs, logits, tokens), logits, tokens
+        states = [torch.full_like(state, float("nan")) for state in self._model.aux_states]
+        return Replay(self, inputs, logits, tokens, states), logits, tokens, states
 
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     monkeypatch.setattr(CausalLM, "prepare_replay", lambda self, meta: None)
@@ -137,3 +145,16 @@ def test_steps_that_share_blocks_have_graphs_of_their_own(replayed, monkeypatch)
             # Sizes 8 and 4 where blocks are shared (twice the same graph of 4), 2 and 1 where not.
             assert replayed == [8, 4, 2, 1]
     assert tokens[False] == tokens[True]
+
+
+def test_a_head_reads_the_hidden_states_of_replayed_steps(replayed, monkeypatch):
+    """Prompts of one token, so that steps with rows to follow are such as have graphs."""
+    watch = Watch(monkeypatch)
+    params = GREEDY.clone(max_tokens=6)
+    with drafted("llama", "speculators", max_num_seqs=4) as llm:
+        for first in (10, 20, 30):
+            llm.generate([[first], [first + 1], [first + 2]], params, use_tqdm=False)
+    assert replayed.count(4) == 1  # three requests, padded: recorded once
+    assert {len(tokens) for tokens, _, _ in watch.seen} >= {2, 4}
+    assert len({tokens[0] for tokens, _, _ in watch.seen}) == 9
+    watch.check("speculators", "llama")
