@@ -203,15 +203,15 @@ _SWITCHES = (
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
-    bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
-        f" and at most {high:g}" if high != math.inf else ", finite"
-    )
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)
     try:
         number = float(value) if good else math.nan
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
+        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
+            f" and at most {high:g}" if high != math.inf else ", finite"
+        )
         raise RequestError(f"{name}={_show(value)} is not valid: give a number {bounds}", name)
     return number
 

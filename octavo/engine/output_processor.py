@@ -30,6 +30,7 @@ class _Choice:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    terse: bool = False  # whether a delta of it is text and tokens alone
 
 
 @dataclass(eq=False)
@@ -80,6 +81,9 @@ class OutputProcessor:
                     stream,
                     logprobs=logprobs,
                     cumulative_logprob=None if logprobs is None else 0.0,
+                    terse=logprobs is None
+                    and not prepared.params.stop
+                    and prepared.params.output_kind == RequestOutputKind.DELTA,
                 )
             )
         live = self._live[prepared.request_id] = _Live(prepared, choices)
@@ -117,7 +121,12 @@ class OutputProcessor:
                 continue
             live, choice = entry
             try:
-                result = self._digest(live, choice, output, stopped)
+                new = output.new_token_ids
+                result: RequestOutput | None
+                if choice.terse and new and output.finish_reason is None and output.metrics is None:
+                    result = self._lengthen(live, choice, new)
+                else:
+                    result = self._digest(live, choice, output, stopped)
             except Exception as error:  # of its tokenizer, say; the others' news are as good as ever
                 logger.exception("the news of request %s cannot be taken in", live.prepared.request_id)
                 stopped += self.discard(live.prepared.request_id)
@@ -127,6 +136,22 @@ class OutputProcessor:
             if result is not None:
                 results.append((result, live.error))
         return results, stopped
+
+    def _lengthen(self, live: _Live, choice: _Choice, new: list[int]) -> RequestOutput:
+        """What `_digest` makes of tokens, and nothing else, of a terse choice: the common case by far."""
+        choice.token_ids += new
+        part = CompletionOutput(choice.index, choice.stream.lengthen(new), new)
+        prepared = live.prepared
+        return RequestOutput(
+            prepared.request_id,
+            prepared.prompt,
+            prepared.prompt_token_ids,
+            [part],
+            False,
+            live.prompt_logprobs,
+            live.num_cached_tokens,
+            live.metrics,
+        )
 
     def _digest(
         self, live: _Live, choice: _Choice, output: CoreOutput, stopped: list[str]
@@ -156,7 +181,7 @@ class OutputProcessor:
             live.error = _error_of(output) or live.error
         if choice.finish_reason is not None:
             self._by_core_id.pop(choice.core_id, None)
-        finished = all(c.finish_reason is not None for c in live.choices)
+        finished = choice.finish_reason is not None and all(c.finish_reason is not None for c in live.choices)
         if finished:
             self._live.pop(live.prepared.request_id, None)
         kind = live.prepared.params.output_kind

@@ -18,6 +18,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.cpu_libraries import settle_libraries
 from octavo.engine.frames import receive_frame, send_frame
+from octavo.engine.garbage import keep_for_good
 from octavo.log import configure_logging
 from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
 
@@ -53,6 +54,7 @@ def main(fd: int, make: Callable[[EngineConfig], Core] | None = None) -> int:
         from octavo.engine.loop import run_core
 
         core = (make or make_core)(EngineConfig(**msgspec.msgpack.decode(first)))
+        keep_for_good()
     except Exception as error:
         logger.debug("start failed", exc_info=True)
         send(Fatal(type(error).__name__, str(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -30,10 +31,11 @@ from octavo.server.protocol import (
     ChatRequest,
     Delta,
     FinishReason,
+    Usage,
 )
 from octavo.server.reasoning import Thinking
 from octavo.server.service import Service
-from octavo.server.streaming import DONE, AsgiResponse, EventStream, event
+from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
 from octavo.server.tools.choice import ToolMode, tool_request
 from octavo.server.tools.protocol import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.usage import UsageCount, stop_cause
@@ -82,7 +84,8 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
     prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra, offered))
     prompt = truncated(prompt, body, params, service.engine.max_model_len)
     thinking = _thinking(service, body, prompt, plan)
-    params = params.clone(structured_outputs=plan.form_after(thinking))
+    if (form := plan.form_after(thinking)) is not params.structured_outputs:
+        params = params.clone(structured_outputs=form)
     if any(service.text.special_id(mark) is not None for mark in plan.markers):
         params = params.clone(skip_special_tokens=False)
     style = LogprobStyle(service.text, top, bool(body.return_tokens_as_token_ids), params.skip_special_tokens)
@@ -154,10 +157,17 @@ class ChatJob:
         usage = UsageCount()
         first = True
         parsers = [self.parser() for _ in range(self.params.n)]
+        texts = None if continuous else self._text_events(UNSET if not with_usage else None)
         async with aclosing(self.results()) as results:
             async for batch in results:
                 events = []
                 for index, out in batch:
+                    if texts is not None and not first and is_text(out):
+                        (output,) = out.outputs
+                        usage.add(len(output.token_ids))
+                        if output.text:
+                            events.append(texts[output.index].event(output.text))
+                        continue
                     usage.prompt(index, out)
                     interim = (usage.total() if continuous else None) if with_usage else UNSET
                     if first:
@@ -178,11 +188,22 @@ class ChatJob:
                                 event(ChatChunk(self.id, self.created, self.model, [choice], interim))
                             )
                 if events:
-                    yield b"".join(events)
+                    yield events[0] if len(events) == 1 else b"".join(events)
         if with_usage:
             yield event(ChatChunk(self.id, self.created, self.model, [], usage.total())) + DONE
         else:
             yield DONE
+
+    def _text_events(self, usage: Usage | None | UnsetType) -> list[TextEvents] | None:
+        """Chunks of each choice that bring text and nothing else; None where all bring more."""
+        if self.parser() is not None or self.body.logprobs or self.body.return_token_ids:
+            return None
+
+        def chunk(index: int, text: str) -> ChatChunk:
+            choice = ChatChunkChoice(index, Delta(content=text), None, None)
+            return ChatChunk(self.id, self.created, self.model, [choice], usage)
+
+        return [TextEvents(functools.partial(chunk, index)) for index in range(self.params.n)]
 
     def results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Run the request: what is new after each step."""

@@ -25,7 +25,7 @@ from octavo.server.protocol import (
     CompletionRequest,
 )
 from octavo.server.service import Service
-from octavo.server.streaming import DONE, AsgiResponse, EventStream, event
+from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
 from octavo.server.usage import UsageCount, stop_cause
 
 
@@ -138,16 +138,27 @@ class _CompletionJob:
         with_usage = options is not None and bool(options.include_usage)
         continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
         usage = UsageCount()
+        plain = not (continuous or self.echo_only or self._tells_more)
+        texts: dict[int, TextEvents] = {}  # by position, from the first result on
         async with aclosing(self._results()) as results:
             async for batch in results:
                 events = []
                 for index, out in batch:
+                    if texts and is_text(out):
+                        (output,) = out.outputs
+                        if (plain_text := texts.get(self._position(index, output))) is not None:
+                            usage.add(len(output.token_ids))
+                            if output.text:
+                                events.append(plain_text.event(output.text))
+                            continue
                     usage.prompt(index, out)
                     for output in out.outputs:
                         first = self._position(index, output) not in self._offsets
                         usage.add(0 if self.echo_only else len(output.token_ids))
                         text = await self._echo_text(index, out) if first else ""
                         choice = self._choice(index, out, output, text, first)
+                        if plain and first:
+                            texts[choice.index] = self._text_events(choice.index, with_usage)
                         if (
                             choice.text
                             or choice.finish_reason
@@ -160,11 +171,26 @@ class _CompletionJob:
                                 chunk.usage = usage.total() if continuous else None
                             events.append(event(chunk))
                 if events:
-                    yield b"".join(events)
+                    yield events[0] if len(events) == 1 else b"".join(events)
         if with_usage:
             yield event(CompletionChunk(self.id, self.created, self.model, [], usage.total())) + DONE
         else:
             yield DONE
+
+    @property
+    def _tells_more(self) -> bool:
+        """Whether chunks bring more than text."""
+        body = self.body
+        return body.logprobs is not None or bool(body.return_token_ids) or body.prompt_logprobs is not None
+
+    def _text_events(self, position: int, with_usage: bool) -> TextEvents:
+        """Chunks of a choice that bring text and nothing else."""
+
+        def chunk(text: str) -> CompletionChunk:
+            choice = CompletionChoice(position, text, None, None, None)
+            return CompletionChunk(self.id, self.created, self.model, [choice], None if with_usage else UNSET)
+
+        return TextEvents(chunk)
 
     def _results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         return self.service.results(

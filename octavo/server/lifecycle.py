@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 
+from octavo.engine.garbage import keep_for_good
 from octavo.errors import ConfigError
 from octavo.server.access_log import AccessLog
 from octavo.server.api_keys import ApiKeys
@@ -105,6 +106,7 @@ async def _serve(
     try:
         service = Service(engine, config, keys, access_log)
         gate.app = build_app(service)
+        keep_for_good()
         shutdown = _Shutdown(service, server)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, shutdown.signal)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from octavo.outputs import RequestOutput
 from octavo.server.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -41,7 +43,28 @@ def named_event(value: msgspec.Struct) -> bytes:
     return b"event: " + name + b"\ndata: " + _one_line(value) + b"\n\n"
 
 
-def _one_line(value: msgspec.Struct) -> bytes:
+def is_text(out: RequestOutput) -> bool:
+    """Whether a result adds to the text of one choice, and ends nothing."""
+    return len(out.outputs) == 1 and out.outputs[0].finish_reason is None
+
+
+class TextEvents:
+    """Events that differ in one text alone, and are encoded once: the text is put in its place.
+
+    Args:
+        make: makes the event's value with a given text; it must hold this text once.
+    """
+
+    def __init__(self, make: Callable[[str], msgspec.Struct]):
+        mark = secrets.token_hex(16)  # what clients can name (ids, models) must not look like it
+        self._before, self._after = event(make(mark)).split(b'"' + mark.encode() + b'"')
+
+    def event(self, text: str) -> bytes:
+        """The event with this text: the same bytes as `event` of the value."""
+        return self._before + _one_line(text) + self._after
+
+
+def _one_line(value: msgspec.Struct | str) -> bytes:
     data = _encoder.encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_ENDS:

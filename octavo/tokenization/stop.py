@@ -215,6 +215,16 @@ class TextStream:
             text += self._matcher.flush()
         return self._delta(text, None, len(ids))
 
+    def lengthen(self, ids: list[int]) -> str:
+        """`push` of tokens that end nothing, without stop strings: the text that they add."""
+        assert self._matcher is None
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.append(ids)
+        if text:
+            self._parts.append(text)
+        return text
+
     def _delta(self, text: str, stop: str | None, used: int) -> Delta:
         self._stop = stop
         if text:

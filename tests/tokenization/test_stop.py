@@ -189,3 +189,14 @@ def test_the_longest_stop_strings(smollm2: Tokenizer, stop: str) -> None:
     texts, found = _push_all(smollm2, text, stop=[stop])
     assert found == (stop if stop in text else None)
     assert "".join(texts) == text.partition(stop)[0]
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_lengthening_is_pushing_what_ends_nothing(smollm2: Tokenizer, detokenize: bool) -> None:
+    ids = smollm2.encode("naïve café 🙂👍🏽, and more")
+    params = SamplingParams(detokenize=detokenize)
+    pushed, lengthened = (TextStream(smollm2, [], params) for _ in range(2))
+    for token in ids[:-1]:
+        assert lengthened.lengthen([token]) == pushed.push([token]).text
+    assert lengthened.push(ids[-1:], finished=True) == pushed.push(ids[-1:], finished=True)
+    assert lengthened.text == pushed.text == (smollm2.decode(ids) if detokenize else "")
