@@ -158,12 +158,14 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Quality of quantized checkpoints",
         "",
-        "SmolLM2-135M-Instruct: its Q4_1 file expanded to bfloat16, and that quantized by `octavo quantize`, "
-        "lm_head left alone; float32 arithmetic on a CPU. Written by `python -m benchmarks.quantization`; "
-        "the baseline of every figure is the bfloat16 checkpoint, computed beside it.",
+        "SmolLM2-135M-Instruct: its Q4_1 file expanded to bfloat16, and that quantized by `octavo quantize`,",
+        "with lm_head left alone; float32 arithmetic on a CPU. Written by",
+        "`python -m benchmarks.quantization`; the baseline of every figure is the bfloat16 checkpoint,",
+        "computed beside it.",
         "",
-        "Perplexity's rise is that over all tokens; wanted rises are goals, and are met or not. Columns "
-        f"of this model (576) are no multiples of 128, so that groups of 4 bits have {GROUP}.",
+        "Perplexity's rise is that over all tokens, with its standard error; wanted rises are goals, and are",
+        "met or not. Columns of this model (576) are no multiples of 128, so that groups of 4 bits have",
+        f"{GROUP}. The goals are meant for 50,000 tokens and more; a row of fewer is a first look.",
         "",
         "| scheme | what | rise of perplexity | wanted | tokens |",
         "|---|---|---|---|---|",
@@ -172,7 +174,10 @@ def page(results: dict[str, Any]) -> str:
         if row in results:
             found = results[row]
             verdict = f"{wanted}: {_verdict(row, results)}" if wanted else ""
-            lines.append(f"| {row} | {what} | {found['rise']:+.2%} | {verdict} | {found['tokens']:,} |")
+            error = _error(found)
+            lines.append(
+                f"| {row} | {what} | {found['rise']:+.2%} ± {error:.2%} | {verdict} | {found['tokens']:,} |"
+            )
     lines += [
         "",
         "By text (`ratio`: of perplexities, with its paired standard error; KL in nats):",
@@ -192,6 +197,16 @@ def page(results: dict[str, Any]) -> str:
         f"- {row}: {next(iter(results[row]['texts'].values()))['ran']}" for row in ROWS if row in results
     ]
     return "\n".join(lines) + "\n"
+
+
+def _error(found: dict[str, Any]) -> float:
+    """The standard error of a row's rise, from those of its texts."""
+    texts = found["texts"].values()
+    errors = [
+        text["perplexity_ratio_se"] / text["perplexity_ratio"] * text["num_tokens"] / found["tokens"]
+        for text in texts
+    ]
+    return (1 + found["rise"]) * sum(error**2 for error in errors) ** 0.5
 
 
 def _verdict(row: str, results: dict[str, Any]) -> str:
