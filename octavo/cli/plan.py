@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,16 @@ def run(args: argparse.Namespace) -> int:
     from octavo.planning.advice import advise
     from octavo.planning.machines import planned_machine
     from octavo.planning.plan import Layout, Planner
+    from octavo.worker.draft_loading import draft_settings
 
     machine = planned_machine(config.device, args.gpu)
     layout = Layout(*sizes.values())
-    with described_model(config) as source:
-        planner = Planner(source, config.model_impl)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(described_model(config))
+        speculative, draft = config.speculative, None
+        if speculative is not None and speculative.method == "draft_model":
+            draft = stack.enter_context(described_model(draft_settings(config, speculative)))
+        planner = Planner(source, config.model_impl, draft)
         plan = planner.plan(config, machine, layout, args.request_len)
         advice: list[Advice] = []
         if plan.problem is not None or plan.fit.num_requests < config.max_num_seqs:
@@ -94,6 +100,15 @@ def as_json(planner: Planner, plan: Plan, advice: list[Advice]) -> dict[str, Any
         "parallel": {**asdict(plan.layout), "served_by_this_version": plan.layout.num_devices == 1},
         "memory_bytes": {"total": plan.ledger.total, **plan.ledger.held},
         "weights_by_type": dict(plan.weights.by_type),
+        "draft": plan.draft
+        and {
+            "model": plan.draft.name,
+            "num_parameters": plan.draft.weights.num_parameters,
+            "weights_bytes": plan.draft.weights.total,
+            "weights_by_type": dict(plan.draft.weights.by_type),
+            "kv_cache_bytes": plan.draft.kv_bytes,
+            "num_blocks": plan.draft.num_blocks,
+        },
         "kv": {**asdict(plan.fit), "num_requests_on_all_replicas": plan.num_requests},
         "max_model_len": plan.max_model_len,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
@@ -164,6 +179,9 @@ def render(planner: Planner, plan: Plan, advice: list[Advice]) -> str:
     for kind in KINDS:
         if kind in held:
             lines.append(_row(kind, f"{gib(held[kind]):>12}  {notes[kind]}"))
+    if (draft := plan.draft) is not None:
+        of_it = f"weights {gib(draft.weights.total)}, KV {gib(draft.kv_bytes)}"
+        lines.append(_row("of these the draft", f"{of_it} ({draft.name})"))
     window = f", {gib(fit.window_bytes)} more for windows" if fit.window_bytes else ""
     lines += [
         _row("KV per token", f"{gib(fit.bytes_per_token)}{window}; a block is {gib(fit.block_bytes)}"),

@@ -11,6 +11,11 @@ from octavo.kv.groups import page_bytes
 GIB = 1 << 30
 MIB = 1 << 20
 
+# Of the KV cache's memory: what a draft's blocks take at most if one request's fit into that, and else.
+_DRAFT_SHARE = 0.15
+_MOST_DRAFT_SHARE = 0.5
+_SAMPLING_BYTES = 4 * 12  # a request's settings: `octavo.sampling.state`
+
 
 def with_slack(peak: int) -> int:
     """What is kept for a step whose tensors take `peak` at most.
@@ -49,6 +54,39 @@ def affordable_blocks(groups: Sequence[KVGroup], num_bytes: int, most: int) -> i
     return blocks if blocks >= len(groups) else 0
 
 
+def draft_blocks(
+    groups: Sequence[KVGroup], num_bytes: int, max_num_seqs: int, max_model_len: int, most_drafts: int
+) -> int:
+    """Blocks for a draft model's KV, out of `num_bytes` for the target's and its own; 0: there is no room.
+
+    As many as all requests could use, but no larger a part than they are worth where memory is short: drafts
+    pay with few requests, so a text's length for each of a few is enough.
+
+    Args:
+        groups: the draft's.
+        max_model_len: tokens of the longest text that it drafts for.
+        most_drafts: tokens drafted in a step.
+    """
+    one = blocks_of(max_model_len + most_drafts, groups[0].format.block_size) * len(groups)
+    page = page_bytes(groups)
+    affordable = max(
+        int(_DRAFT_SHARE * num_bytes) // page, min(one, int(_MOST_DRAFT_SHARE * num_bytes) // page)
+    )
+    return min(affordable, max_num_seqs * one) if affordable >= len(groups) else 0
+
+
+def draft_table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int, max_rows: int) -> int:
+    """What a draft model's tables take: those of `table_bytes`, but for tokens and sampling settings, which
+    it shares with the target.
+
+    Args:
+        groups: the draft's.
+        max_model_len: the target's.
+    """
+    whole = table_bytes(groups, max_num_seqs, max_model_len, max_rows)
+    return whole - (max_num_seqs + 1) * 4 * max_model_len - _SAMPLING_BYTES * max_num_seqs
+
+
 def table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int, max_rows: int) -> int:
     """What the tables of running requests take (`octavo.worker.input_batch`): their tokens, two tables of
     blocks per group, a step's inputs, and sampling settings."""
@@ -56,5 +94,5 @@ def table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int
     per_request = 4 * max_model_len + 8  # tokens, and how many are computed
     per_group = 4 * columns * (slots + max_num_seqs) + 8 * max_rows
     step = (4 + 8) * max_rows + (8 + 8 + 8 + 4) * max_num_seqs + 4 * (max_num_seqs + 1) + 4
-    sampling = 4 * 12 * max_num_seqs  # `octavo.sampling.state`
+    sampling = _SAMPLING_BYTES * max_num_seqs
     return slots * per_request + len(groups) * per_group + step + sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
 from octavo.models.loader import load_model_config
 from octavo.models.loading import build_model
-from octavo.models.locate import ModelSource
+from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling_config import pooling_settings
 from octavo.models.transformers_config import ENCODER
 from octavo.parallel.state import TensorParallelGroup, use_group
@@ -29,6 +29,7 @@ from octavo.quantization.capability import Hardware
 from octavo.quantization.local_hardware import assumed
 from octavo.quantization.scheme import QuantizationConfig
 from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
+from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
 
 # What a CUDA context and PyTorch's libraries take of a card before anything is loaded.
@@ -94,13 +95,35 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class DraftPlan:
+    """A draft model's part of a plan, on one device.
+
+    Attributes:
+        name: what the user called it.
+        weights: its bytes by type and by part.
+        groups: its KV groups.
+        num_blocks: of its KV cache, which is a part of the ledger's; 0: there is no room for it.
+    """
+
+    name: str
+    weights: WeightBytes
+    groups: list[KVGroup]
+    num_blocks: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of its KV cache."""
+        return self.num_blocks * page_bytes(self.groups)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was found for one device of the layout (the fullest one).
 
     Attributes:
         ledger: predicted bytes by kind; where the KV cache gets nothing, what is lacking is told in
             `problem`.
-        weights: those of the ledger by type and by part.
+        weights: those of the ledger by type and by part, the draft model's apart.
         fit: what the KV cache holds.
         dtype, quantization, kv_cache_dtype: as the loader will choose them.
         max_model_len: the context that is asked for.
@@ -109,6 +132,7 @@ class Plan:
             bandwidth; None where that is not known.
         lacking: bytes that are lacking before there is any KV cache.
         problem: why it does not fit, in one line; None: it does.
+        draft: the draft model's part of weights, KV cache and tables, if there is one.
     """
 
     machine: Machine
@@ -124,6 +148,7 @@ class Plan:
     step_seconds: float | None = None
     lacking: int = 0
     problem: str | None = None
+    draft: DraftPlan | None = None
 
     @property
     def num_requests(self) -> int:
@@ -135,6 +160,9 @@ class Plan:
 class Planner:
     """Plans one model, under changing settings. Reads its config, and a GGUF file's header, once.
 
+    Attributes:
+        draft_source: where the draft model is that the settings may name; None: found by its name.
+
     Raises (on construction):
         ModelError: a config that is missing or not supported.
         ConfigError: a model that has no KV cache.
@@ -142,9 +170,11 @@ class Planner:
 
     source: ModelSource
     model_impl: str = "auto"
+    draft_source: ModelSource | None = None
     model: ModelConfig = field(init=False)
     _shapes: dict[tuple[object, ...], CausalLM] = field(default_factory=dict)
     _stored: dict[str, Stored] = field(default_factory=dict)
+    _draft_planner: Planner | None = None
 
     def __post_init__(self) -> None:
         self.model = load_model_config(self.source, self.model_impl)
@@ -192,14 +222,22 @@ class Planner:
         shapes = self._build(config, dtype, wanted, layout.tensor)
         with machine.assumed():
             weights = self._weights(shapes, config, quantization, dtype, device)
+        draft = self._draft(config, dtype, machine, wanted, layout.tensor)
         groups = _stage_groups(shapes, self.model, layout.pipeline)
-        held = {"weights": _stage_weights(weights, self.model, layout.pipeline), "other": machine.other}
+        stage = _stage_weights(weights, self.model, layout.pipeline)
+        held = {"weights": stage + (draft.weights.total if draft else 0), "other": machine.other}
         tables = budget.table_bytes(groups, config.max_num_seqs, wanted, rows)
+        if draft is not None:
+            tables += budget.draft_table_bytes(draft.groups, config.max_num_seqs, wanted, rows)
         requests = min(config.max_num_seqs, rows)
         itemsize = DTYPES[dtype].itemsize
         step = step_bytes(self.model, rows, requests, itemsize, layout.tensor)
         free = machine.total - machine.other - held["weights"]
         kv, reserved = self._kv_bytes(config, machine, free, tables + step)
+        whole_kv = kv
+        if draft is not None:
+            draft = self._with_blocks(draft, config, kv, wanted)
+            kv -= draft.kv_bytes
         most = budget.useful_blocks(groups, config.max_num_seqs, wanted)
         blocks = budget.affordable_blocks(groups, kv, most)
         limit = self.model.context_length
@@ -207,7 +245,7 @@ class Planner:
         held |= {
             "tables": tables,
             "activations": max(step, reserved - tables),
-            "kv_cache": blocks * page_bytes(groups),
+            "kv_cache": blocks * page_bytes(groups) + (draft.kv_bytes if draft else 0),
         }
         if machine.kind == "cuda" and not config.enforce_eager:
             held["graphs"] = self._graph_bytes(config, itemsize, layout.tensor)
@@ -215,6 +253,11 @@ class Planner:
         if config.swap_space:
             held["host_cache"] = int(config.swap_space * budget.GIB)
         problem = _problem(config, held["weights"], free, kv, groups, fit, wanted)
+        if problem is None and draft is not None and not draft.num_blocks:
+            problem = (
+                f"the KV cache of {gib(whole_kv)} has no room for that of the draft model {draft.name}, of "
+                f"which one block needs {gib(page_bytes(draft.groups))}"
+            )
         bandwidth = machine.card.bandwidth if machine.card is not None else None
         return Plan(
             machine=machine,
@@ -227,10 +270,50 @@ class Planner:
             kv_cache_dtype=groups[0].format.dtype,
             max_model_len=wanted,
             max_num_batched_tokens=rows,
-            step_seconds=held["weights"] / bandwidth if bandwidth else None,
+            step_seconds=stage / bandwidth if bandwidth else None,
             lacking=max(0, -kv),
             problem=problem,
+            draft=draft,
         )
+
+    def _draft(
+        self, config: EngineConfig, dtype: str, machine: Machine, wanted: int, ranks: int
+    ) -> DraftPlan | None:
+        """The draft model that the settings name, still without KV blocks."""
+        speculative = config.speculative
+        if speculative is None or speculative.model is None:
+            return None
+        if speculative.method != "draft_model":
+            raise ConfigError(
+                f"method={speculative.method!r} is not planned, only draft_model is: plan without it, and leave "
+                "room for the head"
+            )
+        own = draft_settings(config, speculative)
+        if self._draft_planner is None or self._draft_planner.source.name != speculative.model:
+            source = self.draft_source or configured_model(own)
+            self._draft_planner = Planner(source, config.model_impl)
+        planner = self._draft_planner
+        with machine.assumed():
+            quantization = choose_quantization(
+                own.quantization,
+                planner.source,
+                own.load_format,
+                machine.device,
+                planner.model,
+                dtype,
+                own.quantization_strict,
+            )
+            shapes = planner._build(own, dtype, min(wanted, planner.model.context_length), ranks)
+            weights = planner._weights(shapes, own, quantization, dtype, machine.device)
+        return DraftPlan(planner.source.name, weights, shapes.kv_groups())
+
+    def _with_blocks(self, draft: DraftPlan, config: EngineConfig, kv: int, wanted: int) -> DraftPlan:
+        """The same with its share of `kv` bytes."""
+        assert config.speculative is not None and self._draft_planner is not None
+        length = min(wanted, self._draft_planner.model.context_length)
+        most = config.speculative.num_speculative_tokens
+        blocks = budget.draft_blocks(draft.groups, max(0, kv), config.max_num_seqs, length, most)
+        return replace(draft, num_blocks=blocks)
 
     def _length(self, config: EngineConfig) -> int:
         """The context to build for, as the worker chooses it."""

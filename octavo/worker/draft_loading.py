@@ -8,7 +8,6 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
-from octavo.kv.capacity import blocks_of
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
 from octavo.models.config import ModelConfig
@@ -16,12 +15,10 @@ from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
+from octavo.planning.budget import draft_blocks
 from octavo.speculative_config import SpeculativeConfig
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.device import DTYPES, choose_quantization
-
-_SHARE = 0.15  # of the KV cache's memory that the draft's blocks take at most, if one request's fit into that
-_MOST_SHARE = 0.5
 
 
 @dataclass
@@ -41,24 +38,18 @@ class LoadedDraft:
     name: str
 
     def num_blocks(self, kv_bytes: int, max_num_seqs: int, most_drafts: int) -> int:
-        """Blocks for the draft's KV, of `kv_bytes` in all.
-
-        As many as all requests could use, but no larger a part than they are worth where memory is short:
-        drafts pay with few requests, so a text's length for each of a few is enough.
+        """Blocks for the draft's KV, of `kv_bytes` in all: `octavo.planning.budget.draft_blocks`.
 
         Raises:
             ConfigError: not one request's fit.
         """
-        size = self.groups[0].format.block_size
-        one = blocks_of(self.max_model_len + most_drafts, size) * len(self.groups)
-        page = page_bytes(self.groups)
-        affordable = max(int(_SHARE * kv_bytes) // page, min(one, int(_MOST_SHARE * kv_bytes) // page))
-        if affordable < len(self.groups):
+        blocks = draft_blocks(self.groups, kv_bytes, max_num_seqs, self.max_model_len, most_drafts)
+        if not blocks:
             raise ConfigError(
                 f"the KV cache of {kv_bytes} bytes has no room for that of the draft model {self.name}, of "
-                f"which one block needs {page}: give the cache more memory"
+                f"which one block needs {page_bytes(self.groups)}: give the cache more memory"
             )
-        return min(affordable, max_num_seqs * one)
+        return blocks
 
 
 def load_draft(

@@ -237,7 +237,8 @@ def test_bfloat16_models_are_float16_on_cards_without_it(tmp_path: Path):
 
 
 def check_measured(**settings: Any) -> None:
-    config = EngineConfig(device="cpu", kv_cache_memory_bytes=64 << 20, max_num_seqs=8, **settings)
+    settings = {"kv_cache_memory_bytes": 64 << 20} | settings
+    config = EngineConfig(device="cpu", max_num_seqs=8, **settings)
     plan = Planner(configured_model(config)).plan(config, planned_machine("cpu", None))
     worker = Worker(config)
     try:
@@ -245,6 +246,7 @@ def check_measured(**settings: Any) -> None:
         for kind in ("weights", "kv_cache", "tables"):
             assert plan.ledger.held[kind] == pytest.approx(memory[kind], rel=0.03), kind
         assert plan.fit.num_blocks == facts.num_blocks
+        assert (plan.draft.num_blocks if plan.draft else 0) == facts.num_draft_blocks
         assert min(plan.fit.longest, plan.max_model_len) == facts.kv_capacity
         assert memory["total"] == sum(memory[kind] for kind in DEVICE_KINDS if kind in memory)
         assert f"weights {gib(memory['weights'])}" in facts.summary["memory"]
@@ -269,6 +271,53 @@ def check_measured(**settings: Any) -> None:
 )
 def test_tiny_models_take_what_was_planned(variant: str, settings: dict[str, Any]):
     check_measured(model=str(tiny.checkpoint(variant)), **settings)
+
+
+@pytest.mark.parametrize(
+    "variant,draft,settings",
+    [
+        ("llama", "qwen2", {}),
+        ("llama", "llama-tied", {"dtype": "bfloat16", "kv_cache_dtype": "int8", "max_model_len": 96}),
+        ("qwen3", "gemma2", {"kv_cache_memory_bytes": 200_000}),
+        ("llama", "llama", {"speculative": {"quantization": "int8", "num_speculative_tokens": 9}}),
+    ],
+)
+def test_draft_models_take_what_was_planned(variant: str, draft: str, settings: dict[str, Any]):
+    more = {"method": "draft_model", "model": str(tiny.checkpoint(draft)), **settings.get("speculative", {})}
+    rest = {name: value for name, value in settings.items() if name != "speculative"}
+    check_measured(model=str(tiny.checkpoint(variant)), speculative_config=more, **rest)
+
+
+def test_heads_are_not_planned(llama2: Planner):
+    config = EngineConfig(speculative_config={"method": "eagle3", "model": "head"})
+    with pytest.raises(ConfigError, match="method='eagle3' is not planned"):
+        llama2.plan(config, on("A100-40G"))
+
+
+def test_a_draft_model_that_has_no_room_is_told(tmp_path: Path):
+    of = planner(tmp_path / "llama3", LLAMA3_8B)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**LLAMA3_8B, "num_hidden_layers": 4}))
+    speculative = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    alone = of.plan(EngineConfig(), on("A100-40G"))
+    both = of.plan(EngineConfig(speculative_config=speculative), on("A100-40G"))
+    layer = (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) * 2
+    ends = 2 * 128256 * 4096 * 2 + 4096 * 2
+    assert both.draft is not None and both.problem is None
+    rotary = 8192 * 128 * 4
+    assert both.draft.weights.total == 4 * layer + ends + rotary
+    assert both.ledger.held["weights"] == alone.ledger.held["weights"] + both.draft.weights.total
+    assert both.weights.total == alone.weights.total and both.step_seconds == alone.step_seconds
+    page = 4 * 2 * 8 * 128 * 2 * 16
+    assert both.draft.kv_bytes == both.draft.num_blocks * page
+    pool = both.fit.num_blocks * both.fit.block_bytes
+    assert both.ledger.held["kv_cache"] == pool + both.draft.kv_bytes
+    # 15% of the cache, or what one request of 8192 tokens and 5 drafts needs.
+    assert both.draft.kv_bytes / both.ledger.held["kv_cache"] == pytest.approx(0.15, abs=0.01)
+    assert both.fit.num_tokens < alone.fit.num_tokens
+    few = EngineConfig(speculative_config=speculative, kv_cache_memory_bytes=page)
+    problem = of.plan(few, on("A100-40G")).problem
+    assert problem is not None and "one block" in problem
 
 
 @pytest.mark.parametrize("qtype", ["Q4_0", "Q8_0", "F16"])
