@@ -180,8 +180,8 @@ def render(planner: Planner, plan: Plan, advice: list[Advice]) -> str:
         if kind in held:
             lines.append(_row(kind, f"{gib(held[kind]):>12}  {notes[kind]}"))
     if (draft := plan.draft) is not None:
-        of_it = f"weights {gib(draft.weights.total)}, KV {gib(draft.kv_bytes)}"
-        lines.append(_row("of these the draft", f"{of_it} ({draft.name})"))
+        of_it = f"weights {gib(draft.weights.total)}, kv_cache {gib(draft.kv_bytes)}"
+        lines.append(_row("draft model", f"{draft.name}, of the above {of_it}"))
     window = f", {gib(fit.window_bytes)} more for windows" if fit.window_bytes else ""
     lines += [
         _row("KV per token", f"{gib(fit.bytes_per_token)}{window}; a block is {gib(fit.block_bytes)}"),

@@ -55,6 +55,19 @@ def test_what_does_not_fit_ends_with_1_and_advice(capsys):
     assert "fits            no: " in text and "(no --kv-cache-memory-bytes)" in text
 
 
+def test_a_draft_model_is_planned_with_its_target(capsys):
+    model, draft = str(tiny.checkpoint("llama")), str(tiny.checkpoint("qwen2"))
+    argv = [model, "--gpu", "L4", "--speculative-model", draft]
+    told = planned(capsys, *argv)
+    alone = planned(capsys, model, "--gpu", "L4")
+    assert alone["draft"] is None and told["draft"]["model"] == draft
+    more = told["memory_bytes"]["weights"] - alone["memory_bytes"]["weights"]
+    assert told["draft"]["weights_bytes"] == more > 0
+    assert told["draft"]["num_blocks"] > 0 and told["draft"]["kv_cache_bytes"] > 0
+    assert main(["plan", *argv]) == 0
+    assert f"draft model     {draft}, of the above weights " in capsys.readouterr().out
+
+
 def test_parallel_sizes_are_planned_and_said_not_to_be_served(capsys):
     model = str(tiny.checkpoint("llama"))
     argv = [model, "--gpu", "L4", "--tensor-parallel-size", "2", "--data-parallel-size", "3"]
