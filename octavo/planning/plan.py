@@ -285,8 +285,8 @@ class Planner:
             return None
         if speculative.method != "draft_model":
             raise ConfigError(
-                f"method={speculative.method!r} is not planned, only draft_model is: plan without it, and leave "
-                "room for the head"
+                f"method={speculative.method!r} is not planned, only draft_model is: plan without it, and "
+                "leave room for the head"
             )
         own = draft_settings(config, speculative)
         if self._draft_planner is None or self._draft_planner.source.name != speculative.model:
