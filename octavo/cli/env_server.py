@@ -24,10 +24,15 @@ _TOLD = {
     "kv_bytes_to_host": "kv_bytes_to_host_total",
     "kv_bytes_from_host": "kv_bytes_from_host_total",
 }
+# Metrics that there are once something has been drafted.
+_DRAFTS = {
+    "drafted": "spec_decode_num_draft_tokens_total",
+    "accepted": "spec_decode_num_accepted_tokens_total",
+}
 
 
 def ask(url: str, api_key: str | None) -> dict[str, Any]:
-    """The server's memory and KV cache as JSON values: bytes, tokens and requests.
+    """The server's memory, KV cache and drafts as JSON values: bytes, tokens and requests.
 
     Raises:
         ConfigError: an address that is none, or a key that is not taken.
@@ -63,6 +68,7 @@ def ask(url: str, api_key: str | None) -> dict[str, Any]:
                     values[name] = sample.value
         told["memory_bytes"] = memory
         told["kv"] = {name: values[metric] for name, metric in _TOLD.items()}
+        told["speculation"] = {name: values.get(metric, 0.0) for name, metric in _DRAFTS.items()}
     except (ValueError, KeyError, TypeError):
         raise OctavoError(f"{url} is no server of this version of Octavo: give the address of one") from None
     return told
@@ -89,6 +95,9 @@ def render_server(told: dict[str, Any]) -> str:
         lines.append(_row("  host hits", _share(kv["host_cache_hits"], kv["host_cache_queries"])))
         out, back = gib(kv["kv_bytes_to_host"]), gib(kv["kv_bytes_from_host"])
         lines.append(_row("  host copies", f"{out} out, {back} back"))
+    drafts = told["speculation"]
+    if drafts["drafted"]:
+        lines.append(_row("drafts stood", _share(drafts["accepted"], drafts["drafted"])))
     return "\n".join(lines)
 
 
