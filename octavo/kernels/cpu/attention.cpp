@@ -24,159 +24,22 @@
 #include <vector>
 
 #include "attention_few.h"
-#include "attention_tile.h"
+#include "attention_many.h"
 #include "record.h"
 
 using namespace octavo;
 
 namespace {
 
-constexpr int NV = W == 16 ? 6 : 3;      // vectors of lanes in registers: 4 * NV accumulators
-constexpr int PANEL = NV * W;            // lanes of one pass of the inner kernels
-constexpr int MAX_LANES = 96;            // lanes of a tile, a multiple of PANEL
 constexpr int SPLIT = 512;               // keys of a piece of context, a multiple of KEYS
-static_assert(MAX_LANES % PANEL == 0 && SPLIT % KEYS == 0, "tiles");
+static_assert(SPLIT % KEYS == 0, "tiles");
 
-
-// --------------------------------------------------------------------------------------- ManyLanes
-
-// scores[0..4)[lanes] = k[0..4) . q, q held as [dim, PANEL]
-template <int N>
-inline void scores4(const float* k, const float* q, int64_t dim, float* scores) {
-    vf acc[4][N] = {};
-    for (int64_t d = 0; d < dim; d++) {
-        vf qv[N];
-        for (int j = 0; j < N; j++) qv[j] = load(q + d * PANEL + j * W);
-        for (int t = 0; t < 4; t++)
-            for (int j = 0; j < N; j++) acc[t][j] += qv[j] * k[t * dim + d];
-    }
-    for (int t = 0; t < 4; t++)
-        for (int j = 0; j < N; j++) store(scores + t * PANEL + j * W, acc[t][j]);
-}
-
-// out[d..d+4)[lanes] = alpha[lanes] * out + v[:, d..d+4)^T . p over n keys, p held as [KEYS, PANEL]
-template <int N>
-inline void weigh4(const float* p, const float* const* v, int64_t n, int64_t dim, int64_t d, const vf* alpha, float* out) {
-    vf acc[4][N];
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < N; j++) acc[i][j] = load(out + (d + i) * PANEL + j * W) * alpha[j];
-    auto step = [&](const float* row, int64_t t) {
-        vf pv[N];
-        for (int j = 0; j < N; j++) pv[j] = load(p + t * PANEL + j * W);
-        for (int i = 0; i < 4; i++)
-            for (int j = 0; j < N; j++) acc[i][j] += pv[j] * row[i];
-    };
-    int64_t t = 0;
-    for (; t + 4 <= n; t += 4) {
-        const float* rows = v[t / 4] + d;
-        for (int i = 0; i < 4; i++) step(rows + i * dim, t + i);
-    }
-    for (; t < n; t++) step(v[t / 4] + (t % 4) * dim + d, t);
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < N; j++) store(out + (d + i) * PANEL + j * W, acc[i][j]);
-}
-
-// One tile of keys for N vectors of lanes. max, sum: [PANEL]; out: [dim, PANEL]; pos: of the lanes.
-// (Not inlined: once for all types of caches.)
-template <bool CAP, int N>
-__attribute__((noinline)) void many_lanes_tile(const float* const* k, const float* const* v, int64_t n, int64_t dim, const float* q, float* p,
-                     bool masked, const int32_t* pos, int64_t t0, int64_t window, float softcap, float* max,
-                     float* sum, float* out) {
-    for (int64_t t = 0; t < n; t += 4) scores4<N>(k[t / 4], q, dim, p + t * PANEL);
-    if constexpr (CAP)
-        for (int64_t t = 0; t < n; t++) cap_scores(p + t * PANEL, N * W, softcap);
-    vf alpha[N];
-    for (int j = 0; j < N; j++) {
-        const vf before = load(max + j * W);
-        vf top = before;
-        float* pj = p + j * W;
-        if (masked) {
-            vi at;
-            std::memcpy(&at, pos + j * W, sizeof at);
-            const vi from = window ? at - int32_t(window) : at * 0 - 1;  // keys in (from, at] are seen
-            for (int64_t t = 0; t < n; t++) {
-                const vi key = vi{} + int32_t(t0 + t);
-                store(pj + t * PANEL, (key <= at) & (key > from) ? load(pj + t * PANEL) : splat(-INFINITY));
-            }
-        }
-        for (int64_t t = 0; t < n; t++) top = vmax(load(pj + t * PANEL), top);
-        vf s = {};
-        for (int64_t t = 0; t < n; t++) {
-            vf e = exp2_of<vf, vi>(load(pj + t * PANEL) - top);
-            s += e;
-            store(pj + t * PANEL, e);
-        }
-        alpha[j] = exp2_of<vf, vi>(before - top);
-        store(sum + j * W, load(sum + j * W) * alpha[j] + s);
-        store(max + j * W, top);
-    }
-    for (int64_t d = 0; d < dim; d += 4) weigh4<N>(p, v, n, dim, d, alpha, out);
-}
-
-template <bool CAP, int N, class... Args>
-inline void many_lanes_dispatch(int64_t vectors, const Args&... args) {
-    if constexpr (N > 1) {
-        if (vectors < N) return many_lanes_dispatch<CAP, N - 1>(vectors, args...);
-    }
-    many_lanes_tile<CAP, N>(args...);
-}
-
-// A tile is copied into a buffer as float32, once for all lanes. (For float32 too: scattered blocks
-// of 4 kB compete for the same lines of the first-level cache.)
-template <class C>
-inline void as_float(const Call& c, const KeyTile<C>& tile, int64_t n, float* buffer, KeyTile<float>& to) {
-    const int64_t dim = c.s.head_dim, size = 4 * dim;  // a multiple of W
-    for (int64_t g = 0; g < (n + 3) / 4; g++) {
-        float *k = buffer + g * size, *v = k + KEYS * dim;
-        to.k[g] = k, to.v[g] = v;
-        if constexpr (!PER_TOKEN<C>) {
-            for (int64_t i = 0; i < size; i += W) store(k + i, load(tile.k[g] + i));
-            for (int64_t i = 0; i < size; i += W) store(v + i, load(tile.v[g] + i));
-        }
-    }
-    if constexpr (PER_TOKEN<C>) {
-        alignas(64) float scales[KEYS], offsets[KEYS];
-        for (int64_t part = 0; part < 2; part++) {
-            tile.scales(c, part, n, scales, offsets);
-            for (int64_t t = 0; t < n; t++) {
-                const C* from = (part ? tile.v : tile.k)[t / 4] + t % 4 * dim;
-                float* row = buffer + (part * KEYS + t) * dim;
-#pragma omp simd
-                for (int64_t d = 0; d < dim; d++) row[d] = to_float(from[d]) * scales[t] + offsets[t];
-            }
-        }
-    }
-}
-
-// Scratch of a thread, in floats: q and out [panels, dim, PANEL], scores [KEYS, PANEL], K and V tiles.
-inline float* scratch(int64_t dim) {
+// Scratch of a thread, in floats.
+inline float* scratch(int64_t need) {
     static thread_local std::unique_ptr<float[]> memory;
     static thread_local int64_t size = 0;
-    const int64_t need = 2 * MAX_LANES * dim + KEYS * PANEL + 2 * KEYS * dim + 64;
-    if (size < need) memory.reset(new float[need]), size = need;
+    if (size < need + 16) memory.reset(new float[need + 16]), size = need + 16;
     return (float*)((uintptr_t(memory.get()) + 63) / 64 * 64);
-}
-
-template <class C, bool CAP>
-void many_lanes(const Call& c, const Item& it, int64_t lanes, float* q, float* out, float* rest, float* max, float* sum) {
-    const int64_t dim = c.s.head_dim, panels = (lanes + PANEL - 1) / PANEL;
-    float *p = rest, *buffer = rest + KEYS * PANEL;
-    alignas(64) int32_t pos[MAX_LANES];
-    for (int64_t l = 0; l < panels * PANEL; l++) pos[l] = it.pos0 + int32_t(std::min(l, lanes - 1) / c.group);
-    const int32_t last = it.pos0 + it.rows - 1;
-    for (int64_t t0 = it.key0; t0 < it.key1; t0 += KEYS) {
-        const int64_t n = std::min<int64_t>(KEYS, it.key1 - t0);
-        KeyTile<C> tile;
-        KeyTile<float> f;
-        tile.find(c, it, t0, n);
-        as_float(c, tile, n, buffer, f);
-        const bool masked = t0 + n - 1 > it.pos0 || (c.s.window && t0 <= last - c.s.window);
-        for (int64_t panel = 0; panel < panels; panel++) {
-            const int64_t at = panel * PANEL, vectors = (std::min<int64_t>(PANEL, lanes - at) + W - 1) / W;
-            many_lanes_dispatch<CAP, NV>(vectors, f.k, f.v, n, dim, (const float*)q + at * dim, p, masked, pos + at, t0,
-                                    c.s.window, c.s.softcap, max + at, sum + at, out + at * dim);
-        }
-    }
 }
 
 // ------------------------------------------------------------------------------------ work and ends
@@ -245,7 +108,7 @@ void work(const Call& c, const Item& it, const Item* then) {
     const bool few = lanes <= FEW_LANES && dim % W == 0;
     const float scale = (c.s.softcap ? c.s.scale / c.s.softcap : c.s.scale * LOG2_E) * head_scale<C>(c, it, 0);
     const float v_scale = head_scale<C>(c, it, 1);
-    float* q = scratch(dim);
+    float* q = scratch(2 * MAX_LANES * dim + many_lanes_scratch(dim));
     float *out = q + MAX_LANES * dim, *rest = out + MAX_LANES * dim;
     alignas(64) float max[MAX_LANES], sum[MAX_LANES];
     // Where lane l begins; its elements lie side by side (few) or PANEL apart.
@@ -266,9 +129,9 @@ void work(const Call& c, const Item& it, const Item* then) {
     if (few)
         few_lanes<C>(c, it, lanes, q, Partial{max, sum, out}, then);
     else if (c.s.softcap)
-        many_lanes<C, true>(c, it, lanes, q, out, rest, max, sum);
+        many_lanes<C, true>(c, it, lanes, q, rest, Partial{max, sum, out});
     else
-        many_lanes<C, false>(c, it, lanes, q, out, rest, max, sum);
+        many_lanes<C, false>(c, it, lanes, q, rest, Partial{max, sum, out});
 
     if (it.pieces == 1) {
         for (int64_t l = 0; l < lanes; l++) finish_lane<C>(c, it, l, out + place(l), few, v_scale / sum[l]);

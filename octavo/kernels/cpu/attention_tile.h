@@ -93,6 +93,23 @@ struct KeyTile {
     }
 };
 
+// 2^x for x <= 0: a weight of the softmax. Exactly 1 for 0, and exactly 0 below -126, so that -inf gives 0.
+inline vf weight_of(vf x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+    // 2^floor(x) times a polynomial of the fraction, of relative error 8e-8.
+    const __m512 f = _mm512_reduce_ps((__m512)x, 0x09);
+    vf p = (vf)f * 1.8671301952e-03f + 9.0170300573e-03f;
+    p = p * (vf)f + 5.5799913293e-02f;
+    p = p * (vf)f + 2.4016445010e-01f;
+    p = p * (vf)f + 6.9315131181e-01f;
+    p = p * (vf)f + 1.0f;
+    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    return (vf)_mm512_maskz_scalef_ps(seen, (__m512)p, (__m512)x);
+#else
+    return exp2_of<vf, vi>(x);
+#endif
+}
+
 // Running softmax of a lane, and its unnormalised result.
 struct Partial {
     float *max, *sum, *out;  // [lanes], [lanes], [lanes, head_dim]
