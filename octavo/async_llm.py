@@ -80,6 +80,9 @@ class _Question(Generic[_Answer]):
 
         async def ask() -> _Answer:
             async with self._turn:
+                # An engine that died told it to all questions, asked or not.
+                while not self.answers.empty():
+                    self.answers.get_nowait()
                 send()
                 answer = await self.answers.get()
             if isinstance(answer, EngineDeadError):

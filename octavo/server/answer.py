@@ -67,6 +67,7 @@ class AnswerPlan:
     Attributes:
         form: what their text must look like, reasoning apart.
         guaranteed: whether `form` makes sure that calls are well formed.
+        calls_in_form, content_in_form: whether `form` says what calls and what other text look like.
     """
 
     tools: ToolRequest
@@ -74,6 +75,8 @@ class AnswerPlan:
     reasoning: ReasoningFormat | None = None
     form: StructuredOutputsParams | None = None
     guaranteed: bool = False
+    calls_in_form: bool = False
+    content_in_form: bool = False
 
     def form_after(self, thinking: Thinking | None) -> StructuredOutputsParams | None:
         """What the whole text must look like, by how it begins: the form waits for the reasoning's end."""
@@ -136,7 +139,7 @@ def plan_answer(
         if parser is None or shape is None:
             parser, shape = JsonListParser, JsonListParser.shape(special_id)
         grammar = CallGrammar(shape, tools.callable, tools.parallel, special_id)
-        return AnswerPlan(tools, parser, reasoning, _lark(grammar.required()), guaranteed=True)
+        return AnswerPlan(tools, parser, reasoning, _lark(grammar.required()), True, True)
     if parser is None or not config.enable_auto_tool_choice:
         raise ApiError(
             400,
@@ -159,9 +162,10 @@ def plan_answer(
         )
     grammar = CallGrammar(shape, tools.callable, tools.parallel, special_id)
     if form is None:
-        return AnswerPlan(tools, parser, reasoning, _lark(grammar.optional()), shape.marked)
+        return AnswerPlan(tools, parser, reasoning, _lark(grammar.optional()), shape.marked, True)
     content = as_lark(form)
-    return AnswerPlan(tools, parser, reasoning, _lark(grammar.or_form(content)), shape.marked)
+    both = _lark(grammar.or_form(content))
+    return AnswerPlan(tools, parser, reasoning, both, shape.marked, True, True)
 
 
 def _lark(grammar: str) -> StructuredOutputsParams:

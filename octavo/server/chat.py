@@ -19,7 +19,14 @@ from octavo.server.answer import AnswerDelta, AnswerParser, AnswerPlan, plan_ans
 from octavo.server.conversation import chat_prompt
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
-from octavo.server.params import check_request, new_request_id, output_form, sampling_params, truncated
+from octavo.server.params import (
+    check_request,
+    form_field,
+    new_request_id,
+    output_form,
+    sampling_params,
+    truncated,
+)
 from octavo.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -213,7 +220,19 @@ class ChatJob:
             self.id,
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt,
+            names={
+                "prompt": "messages",
+                "logprobs": "top_logprobs",
+                "structured_outputs": self._asked_form(),
+            },
         )
+
+    def _asked_form(self) -> str:
+        """Which fields the form of the answer came from."""
+        own = form_field(self.body)
+        if not self.plan.calls_in_form:
+            return own
+        return f"tools and {own}" if self.plan.content_in_form else "tools"
 
     def _first_event(self, index: int, delta: Delta, usage: Any) -> bytes:
         """What comes before any token: the role, then what is echoed."""

@@ -16,7 +16,7 @@ from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, completion_logprobs, prompt_logprobs
-from octavo.server.params import check_request, new_request_id, sampling_params, truncated
+from octavo.server.params import check_request, form_field, new_request_id, sampling_params, truncated
 from octavo.server.protocol import (
     Completion,
     CompletionChoice,
@@ -199,6 +199,7 @@ class _CompletionJob:
             self.id,
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt,
+            names={"structured_outputs": form_field(self.body)},
         )
 
     def _position(self, index: int, output: CompletionOutput) -> int:

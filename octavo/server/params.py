@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import RequestError
@@ -12,6 +14,7 @@ from octavo.server.protocol import ResponseFormat, SamplingFields
 from octavo.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_ID_LENGTH = 256
+_FORM = "structured_outputs"
 
 _COPIED = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
@@ -69,22 +72,59 @@ def output_form(body: SamplingFields) -> StructuredOutputsParams | None:
     Raises:
         ApiError: 400 where several do, or one is wrong or incomplete.
     """
-    forms: dict[str, dict[str, Any]] = {}
-    if body.structured_outputs is not None and any(body.structured_outputs.values()):
-        forms["structured_outputs"] = body.structured_outputs
-    for name in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(body, f"guided_{name}")) is not None:
-            forms[f"guided_{name}"] = {name: value, "whitespace_pattern": body.guided_whitespace_pattern}
-    if body.response_format is not None and (asked := _format_fields(body.response_format)):
-        forms["response_format"] = asked
-    if len(forms) > 1:
-        raise bad_request(f"{' and '.join(forms)} are set: give one of them", next(iter(forms)))
-    for name, fields in forms.items():
+    for name, fields in _forms(body).items():
         try:
             return structured_outputs_from(fields)
         except RequestError as error:
-            raise bad_request(str(error), name) from None
+            raise bad_request(_renamed(str(error), _FORM, name), name) from None
     return None
+
+
+def form_field(body: SamplingFields) -> str:
+    """The field that asks for the form of the answer; that of the engine's setting where none does."""
+    return next(iter(_forms(body)), _FORM)
+
+
+def named_by(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """What the engine found wrong, by the names of the fields that its settings came from.
+
+    Args:
+        names: a request's field, or several in words, by the setting's name.
+    """
+    own = error.param or ""
+    name = names.get(own, own)
+    if name == own:
+        return error
+    return RequestError(_renamed(str(error), own, name), name.partition(" ")[0])
+
+
+def _renamed(message: str, own: str, name: str) -> str:
+    """A message that begins with a setting's name, with that of a request's field; made grammars are no
+    text of the client's, so that what cites them is left out."""
+    if own != name and own == _FORM and name.startswith("tools"):
+        message = re.sub(r"(?<=: )at \d+\(\d+\): | \d+ \| .*", "", message, flags=re.DOTALL)
+        message = message.replace(f"{own}.grammar", own, 1)
+    return re.sub(rf"^{own}\b", name, message)
+
+
+def _forms(body: SamplingFields) -> dict[str, dict[str, Any]]:
+    """What asks for a form, by field.
+
+    Raises:
+        ApiError: 400 where several do, or one is incomplete.
+    """
+    forms: dict[str, dict[str, Any]] = {}
+    asked = body.structured_outputs
+    if asked is not None and any(value is not None and value is not False for value in asked.values()):
+        forms[_FORM] = asked
+    for name in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            forms[f"guided_{name}"] = {name: value, "whitespace_pattern": body.guided_whitespace_pattern}
+    if body.response_format is not None and (fields := _format_fields(body.response_format)):
+        forms["response_format"] = fields
+    if len(forms) > 1:
+        raise bad_request(f"{' and '.join(forms)} are set: give one of them", next(iter(forms)))
+    return forms
 
 
 def _format_fields(given: ResponseFormat) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
-from octavo.errors import EngineAsleepError
+from octavo.errors import EngineAsleepError, RequestError
 from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus, SleepStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
@@ -22,6 +22,7 @@ from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics, RequestRecord, cache_labels
 from octavo.server.otlp import check_endpoint
 from octavo.server.page.cache import Cached
+from octavo.server.params import named_by
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.server.tracing import RequestTrace, RequestTracer
@@ -252,20 +253,24 @@ class Service:
         *,
         priority: int,
         cache_salt: str | None,
+        names: Mapping[str, str],
     ) -> AsyncGenerator[ResultBatch, None]:
         """Run one or many prompts; yields what is new as (prompt index, result) pairs.
 
         Closing the generator aborts what still runs. The first error of any prompt ends all.
+
+        Args:
+            names: what the request calls the engine's settings, where it has other words for them.
 
         Raises:
             ApiError: 503 where too many wait.
         """
         self.check_queue()
         if len(prompts) == 1:
-            return self._one(0, prompts[0], params, request_id, priority, cache_salt)
+            return self._one(0, prompts[0], params, request_id, priority, cache_salt, names)
         return _merge(
             [
-                self._one(index, prompt, params, f"{request_id}-{index}", priority, cache_salt)
+                self._one(index, prompt, params, f"{request_id}-{index}", priority, cache_salt, names)
                 for index, prompt in enumerate(prompts)
             ]
         )
@@ -278,6 +283,7 @@ class Service:
         request_id: str,
         priority: int,
         cache_salt: str | None,
+        names: Mapping[str, str],
     ) -> AsyncGenerator[ResultBatch, None]:
         watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
         if self.tracer is not None:
@@ -292,6 +298,8 @@ class Service:
         except Exception as error:
             for watcher in watchers:
                 watcher.fail(error)
+            if isinstance(error, RequestError):
+                raise named_by(error, names) from None
             raise
         finally:
             self.unfinished -= params.n

@@ -95,6 +95,25 @@ def test_a_restarted_engine_runs_what_was_queued():
     run(test, restart_engine=True)
 
 
+def test_questions_to_a_restarted_engine_get_its_own_answers():
+    """The death was told to all questions; none of those words may stand for an answer later."""
+
+    async def test(engine: AsyncLLM) -> None:
+        kill(engine)
+        while engine._dead is None:
+            await asyncio.sleep(0.001)
+        while isinstance(engine._dead, EngineRestartingError):
+            await asyncio.sleep(0.001)
+        assert (await engine.describe_kv(8)).num_blocks > 0
+        assert (await engine.sleep(1)).level == 1
+        assert (await engine.wake_up()).level == 0
+        stream = await started(engine, 0)
+        assert len((await engine.describe_kv(8, 4)).requests) == 1
+        await stream
+
+    run(test, restart_engine=True)
+
+
 def test_a_request_is_run_again_once_and_restarts_come_to_an_end(monkeypatch):
     monkeypatch.setattr(restarts, "MOST_RESTARTS", 2)
 
