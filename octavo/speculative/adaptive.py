@@ -8,7 +8,7 @@ from octavo.speculative.acceptance import Acceptance
 from octavo.speculative.step_times import StepTimes
 
 _SHARE = 0.01  # of all time that may go into finding out whether drafts pay
-_MOST_CREDIT = 0.25  # seconds; what a long time without trials saves up
+_MOST_CREDIT = 8.0  # steps' time; what a long time without trials saves up
 _FADE = 0.1
 
 
@@ -27,13 +27,14 @@ class Adaptation:
     def __init__(self, num_slots: int, num_kinds: int, most: int):
         self.acceptance = Acceptance(num_slots, num_kinds, most)
         self.times = StepTimes()
-        self._credit = _MOST_CREDIT / 5
-        self._proposing = 0.0  # seconds of late
+        self._credit = 0.0  # seconds
+        self._step = 0.0  # seconds of a step, of late
+        self._proposing = 0.0  # the same of making proposals
 
     @property
     def awake(self) -> bool:
         """Whether drafts should be proposed for the next step."""
-        return self._credit > 0
+        return self._credit >= 0
 
     def spend(self, seconds: float) -> bool:
         """Whether a trial that takes so long may be made; it is counted then."""
@@ -44,7 +45,10 @@ class Adaptation:
 
     def passed(self, seconds: float) -> None:
         """A step has taken so long, drafts or not."""
-        self._credit = min(_MOST_CREDIT, self._credit + _SHARE * seconds)
+        if not self._step:  # enough to begin with
+            self._credit += _MOST_CREDIT / 2 * seconds
+        self._step += (_FADE if self._step else 1.0) * (seconds - self._step)
+        self._credit = min(_MOST_CREDIT * self._step, self._credit + _SHARE * seconds)
 
     def choose(self, odds: np.ndarray, rows: int, most: int, proposing: float) -> np.ndarray:
         """How many drafts of each request to judge, int64 `[n]`.

@@ -9,6 +9,7 @@ _SIZES = np.array([
     1024, 2048, 4096, 8192,
 ])  # fmt: skip
 _FADE = 0.1  # weight of a new time
+_FIRST = 4  # of so many first times of a size the shortest counts: among them are records and hiccups
 _OUTLIER = 3.0  # a time so many times the known one is a hiccup: it counts as this
 _PRIOR_SLOPE = 0.02  # of one row's time that another row is taken to cost, until that was measured
 
@@ -22,14 +23,16 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._mean = np.full(len(_SIZES), np.nan)
+        self._count = np.zeros(len(_SIZES), np.int64)
         self._curve: np.ndarray | None = None
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
         place = min(int(np.searchsorted(_SIZES, rows)), len(_SIZES) - 1)
         old = self._mean[place]
-        if np.isnan(old):
-            self._mean[place] = seconds
+        self._count[place] += 1
+        if self._count[place] <= _FIRST:
+            self._mean[place] = np.fmin(old, seconds)
         else:
             self._mean[place] += _FADE * (min(seconds, _OUTLIER * old) - old)
         self._curve = None
