@@ -8,6 +8,10 @@ from octavo.engine.request import Request
 from octavo.engine.worker_drafting import WorkerDrafting
 from octavo.messages import DraftOrder
 
+# Where drafts don't pay, following has no use, and costs about a layer of each step. A request that was not
+# drafted for in so many steps is left alone for so many.
+_PATIENCE, _REST = 16, 256
+
 
 class HeadDrafting(WorkerDrafting):
     """Lets the head follow every request from its first step in a slot on.
@@ -15,7 +19,7 @@ class HeadDrafting(WorkerDrafting):
     Hidden states are there in the step that computes them and never again. So what a request finds in the
     prefix cache the head never sees: its own context begins behind that. A request for which there is no
     block in some step, or whose tokens are drawn under a mask, is followed no more until it enters a slot
-    anew.
+    anew; one for which drafts don't pay is left alone for a while, and the head's context then begins there.
     """
 
     def __init__(self, *args: object):
@@ -24,19 +28,22 @@ class HeadDrafting(WorkerDrafting):
         num_slots = len(self._made)
         self._begin = np.full(num_slots, -1, np.int64)  # position of the head's first row; -1: none yet
         self._lost = np.zeros(num_slots, bool)
+        self._idle = np.zeros(num_slots, np.int64)  # steps with a token and no drafts, one after another
 
     def plan_next(self, slots: np.ndarray, rows: np.ndarray, samples: np.ndarray) -> DraftOrder | None:
         """See `Drafting`."""
         state = self.slots
         for slot in slots[state.masked[slots] & ~self._lost[slots]].tolist():
             self._drop(slot)
+        self._rest(slots)
         computed = state.num_computed[slots].astype(np.int64)
-        begins = ~self._lost[slots] & (self._begin[slots] < 0)
+        begins = ~self._lost[slots] & ~self._resting(slots) & (self._begin[slots] < 0)
         self._begin[slots[begins]] = (computed - rows)[begins]
         known = state.num_tokens[slots].astype(np.int64)
-        counts = self._counts(slots, samples & ~self._lost[slots], known)
+        follows = self._begin[slots] >= 0
+        counts = self._counts(slots, samples & follows, known)
         length = computed - self._begin[slots]
-        for i in np.flatnonzero(~self._lost[slots]).tolist():
+        for i in np.flatnonzero(follows).tolist():
             slot, held = int(slots[i]), int(length[i])
             if counts[i] > 1 and self._blocks.extend(slot, held + int(counts[i]) - 1):
                 continue
@@ -44,12 +51,23 @@ class HeadDrafting(WorkerDrafting):
             if not self._blocks.extend(slot, held):
                 self._drop(slot)
                 counts[i] = 0
-        follows = ~self._lost[slots]
+        follows = self._begin[slots] >= 0
+        self._idle[slots[samples]] = np.where(counts > 0, 0, self._idle[slots] + 1)[samples]
         self._made[slots[samples]] = counts[samples]
         if not follows.any():
             return None
         others = int((rows - 1 - state.num_drafts[slots]).sum())
         return DraftOrder(counts.astype(np.int32), self._blocks.take_updates(), others, follows)
+
+    def _resting(self, slots: np.ndarray) -> np.ndarray:
+        return self.adaptive & (self._idle[slots] >= _PATIENCE)
+
+    def _rest(self, slots: np.ndarray) -> None:
+        """Leave requests alone whose drafts haven't paid of late, and return to those left long enough."""
+        for slot in slots[self._resting(slots) & (self._begin[slots] >= 0)].tolist():
+            super()._drop(slot)
+            self._begin[slot] = -1
+        self._idle[slots[self._idle[slots] >= _PATIENCE + _REST]] = 0
 
     def _behind(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """See `WorkerDrafting`: a head that follows lacks nothing."""
@@ -57,6 +75,7 @@ class HeadDrafting(WorkerDrafting):
 
     def _drop(self, slot: int) -> None:
         super()._drop(slot)
+        self._begin[slot] = -1
         self._lost[slot] = True
 
     def enter(self, request: Request) -> None:
@@ -64,3 +83,4 @@ class HeadDrafting(WorkerDrafting):
         super().enter(request)
         self._begin[request.slot] = -1
         self._lost[request.slot] = False
+        self._idle[request.slot] = 0

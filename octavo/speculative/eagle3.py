@@ -51,18 +51,21 @@ class HeadForward(Protocol):
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows.
+    ) -> torch.Tensor:
+        """Run rows: what the layer makes of them, `[m, hidden_size]`.
 
         Args:
             first: int64 `[n]`, the position of each request's first row in the head's cache.
             token_ids: int32 `[rows]`, of the positions after the rows'.
             hidden: `[rows, hidden_size]`; may be overwritten.
             wanted: int64 `[m]`, the rows whose results are read; None: all.
-
-        Returns:
-            Logits `[m, vocab]` over the target's tokens, and the next rows' hidden states `[m, hidden_size]`.
         """
+
+    def logits(self, made: torch.Tensor) -> torch.Tensor:
+        """Logits `[m, vocab]` over the target's tokens of what rows were made to."""
+
+    def fed_back(self, made: torch.Tensor) -> torch.Tensor:
+        """The next rows' hidden states `[m, hidden_size]`."""
 
 
 class Eagle3:
@@ -86,7 +89,7 @@ class Eagle3:
         self._steps = 0
 
     def enter(self, slots: np.ndarray) -> None:
-        """Slots (integer `[n]`) have changed hands."""
+        """Slots (integer `[n]`) have changed hands, or their requests are followed no more."""
         self._begin[slots] = -1
 
     def follow(
@@ -126,7 +129,7 @@ class Eagle3:
         wanted = upload(last[drafting] if len(drafting) else last[:1], device)
         if stood is not None and len(drafting):
             wanted = wanted + stood
-        logits, hidden = self._forward(
+        made = self._forward(
             self._plan(step.slots, step.rows, step.start - begin, updates),
             step.positions.index_select(0, first_row) - begin_d,
             self._table[owners, after],
@@ -144,18 +147,18 @@ class Eagle3:
             if len(live) < len(slots):
                 index = upload(live, device)
                 slots, begin, counts, most_known = slots[live], begin[live], counts[live], most_known[live]
-                slots_d, begin_d, known, hidden, tokens = (
-                    x.index_select(0, index) for x in (slots_d, begin_d, known, hidden, tokens)
+                slots_d, begin_d, known, made, tokens = (
+                    x.index_select(0, index) for x in (slots_d, begin_d, known, made, tokens)
                 )
             if j:
-                logits, hidden = self._forward(
+                made = self._forward(
                     self._plan(slots, np.ones(len(slots), np.int32), most_known - 2 + j - begin, none),
                     known - 2 + j - begin_d,
                     tokens,
-                    hidden,
+                    self._forward.fed_back(made),
                     None,
                 )
-            position = known + j
+            position, logits = known + j, self._forward.logits(made)
             tokens = self._sampler(logits, slots, slots_d, position, self._table, most_known + j).tokens
             self._append(slots_d, position, tokens, self._table)
 

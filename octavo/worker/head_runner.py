@@ -54,7 +54,7 @@ class HeadRunner:
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """See `HeadForward`."""
         self.batch.apply(plan)
         inputs = self.batch.layout(plan)
@@ -62,12 +62,15 @@ class HeadRunner:
         self.batch.fill(inputs)
         self._head.plan_attention(inputs.meta)
         inputs.meta[0].wanted_rows = wanted
-        made = self._head(token_ids, inputs.positions, self.kv_caches, inputs.meta, hidden)
-        return self._spread(self._head.compute_logits(made)), self._head.fed_back(made)
+        return self._head(token_ids, inputs.positions, self.kv_caches, inputs.meta, hidden)
 
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the target's tokens: what the head cannot draft has none."""
-        vocabulary = self._head.vocabulary
+    def fed_back(self, made: torch.Tensor) -> torch.Tensor:
+        """See `HeadForward`."""
+        return self._head.fed_back(made)
+
+    def logits(self, made: torch.Tensor) -> torch.Tensor:
+        """See `HeadForward`: what the head cannot draft has -inf."""
+        logits, vocabulary = self._head.compute_logits(made), self._head.vocabulary
         if vocabulary.whole:
             return logits
         out = logits.new_full((len(logits), self._vocab_size), float("-inf"))
@@ -91,8 +94,10 @@ class HeadDrafter:
     ) -> None:
         """See `StepDrafter`."""
         order = plan.propose
-        if order is None or order.follows is None or not order.follows.any():
+        if order is None or order.follows is None:
+            self._head.enter(plan.slots)
             return
+        self._head.enter(plan.slots[~order.follows])
         chosen, total, device = np.flatnonzero(order.follows), plan.total_rows, inputs.positions.device
         states, positions = [s[:total] for s in self._model.aux_states], inputs.positions[:total]
         if len(chosen) < len(plan.slots):

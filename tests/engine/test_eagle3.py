@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.engine import head_drafting
 from octavo.errors import OctavoError
 from octavo.models.eagle3_config import eagle3_config
 from octavo.speculative.eagle3 import Eagle3
 from tests import tiny
-from tests.engine.test_llm_parity import expected, generate, make
+from tests.engine.test_llm_parity import GREEDY, expected, generate, make
 from tests.engine.test_speculative_parity import PARAMS
 from tests.tiny import eagle3
 
@@ -122,6 +123,32 @@ def test_adaptive_drafts_change_nothing_either():
     with drafted("llama", "speculators", True, adaptive=True) as llm:
         for _ in range(3):
             assert generate(llm) == expected("llama")
+
+
+def test_requests_whose_drafts_do_not_pay_are_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(head_drafting, "_PATIENCE", 3)
+    monkeypatch.setattr(head_drafting, "_REST", 5)
+    watch, followed = Watch(monkeypatch), []
+    enough = [0, 0, 0, 2]  # what pays, over and over
+
+    def choose(self: Any, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
+        return able * enough[len(followed) // 7 % len(enough)]
+
+    plan_next = head_drafting.HeadDrafting.plan_next
+
+    def planned(self: Any, *args: Any) -> Any:
+        order = plan_next(self, *args)
+        followed.append(order is not None)
+        return order
+
+    monkeypatch.setattr(head_drafting.HeadDrafting, "_choose", choose)
+    monkeypatch.setattr(head_drafting.HeadDrafting, "plan_next", planned)
+    with drafted("llama", "speculators", True, adaptive=True) as llm:
+        output = llm.generate([tiny.PROMPTS[1]], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == expected("llama")[1]
+    assert followed[:12] == [True] * 3 + [False] * 5 + [True] * 3 + [False]
+    assert any(begin > len(tiny.PROMPTS[1]) for _, begin, _ in watch.seen)
+    watch.check("speculators", "llama", True)
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "gemma2", "mixtral"])
