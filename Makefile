@@ -18,12 +18,13 @@ TRITON := triton==3.6.0
 # One thread a worker: the tests' tensors are small, and the workers already use every core.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: help setup demo test check pytest test-slow lint format bench constraints clean
+.PHONY: help setup demo test check pytest test-slow test-schema lint format bench constraints clean
 
 help:
 	@echo "make demo       fetch the default model and answer a prompt (PROMPT='...')"
 	@echo "make test       lint, types and tests (under 25 minutes on 2 cores)"
 	@echo "make test-slow  the tests that take longer"
+	@echo "make test-schema the server against its OpenAPI document, with schemathesis in .venv-schema"
 	@echo "make lint       mend what can be mended, then lint and types"
 	@echo "make bench      this CPU: the default model here and in other engines (BENCH='--quick' to try it)"
 	@echo "make setup      the environment alone; make clean removes it and all caches"
@@ -59,6 +60,12 @@ pytest: setup
 test-slow: setup
 	$(PYTEST) -m slow --durations=10
 
+# In an environment of its own, since it brings 30 packages that nothing else needs.
+test-schema: setup
+	test -x .venv-schema/bin/schemathesis || \
+	  { $(PYTHON) -m venv .venv-schema && .venv-schema/bin/pip install -q schemathesis==4.32.5; }
+	SCHEMATHESIS=$(CURDIR)/.venv-schema/bin/schemathesis $(PYTEST) -m slow tests/server/test_schemathesis.py
+
 lint: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -76,5 +83,5 @@ constraints: setup
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-schema build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find octavo tests -name __pycache__ -type d -prune -exec rm -rf {} +

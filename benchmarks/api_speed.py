@@ -6,8 +6,11 @@ less. Server and clients are pinned to a core each where there are two. The best
 `--step-ms` the engine gives one token to each request in so many milliseconds; without, as fast as it can,
 and the API joins what it cannot send one by one: chunks are then fewer than tokens.
 
-First tokens (`--first`): each client asks for one token again and again; told are percentiles of the time
-from its request to the answer's first event. All of it is overhead, since the engine computes nothing.
+First tokens (`--first`): told is what passes between a client's request and the answer's first event, without
+the time from the request's arrival at the engine's front end to its first token there, which is the engine's:
+it waits for the step under way and takes one. What is left is the API's: before (HTTP, chat template,
+tokens) and after (news, text, HTTP). The median is that of single requests' sums. Answers are of different
+lengths here, so that they don't end together.
 
     python -m benchmarks.api_speed MODEL [--clients 256] [--tokens 128] [--seconds 5] [--json] [-- OPTIONS]
 """
@@ -16,50 +19,69 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 
 PROMPT = "Tell me a long story about a small book. " * 4
 
 
-class Client(asyncio.Protocol):
-    """Asks again and again on one connection, until `until`. Times are of `time.perf_counter`."""
+class Answer(NamedTuple):
+    """Request id, tokens asked for, times of the request and of the first event (seconds), and all bytes."""
 
-    def __init__(self, request: bytes, until: float, ended: asyncio.Future[None]):
-        self._request = request
+    id: str
+    tokens: int
+    begin: float
+    first: float
+    data: bytes
+
+
+class Client(asyncio.Protocol):
+    """Asks again and again on one connection, until `until`. Times are `time.time`, as the server's are."""
+
+    def __init__(self, lengths: range, name: str, until: float, ended: asyncio.Future[None]):
+        self._lengths = lengths
+        self._name = name
+        self._draw = random.Random(name)
         self._until = until
         self._ended = ended
         self._parts: list[bytes] = []
         self._begin = 0.0
-        self.answers: list[tuple[float, bytes]] = []  # seconds to the first byte, whole answer
+        self.answers: list[Answer] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
         self._ask()
 
     def _ask(self) -> None:
-        self._begin = time.perf_counter()
-        self._first = 0.0
-        self._transport.write(self._request)
+        name = f"{self._name}-{len(self.answers)}"
+        self._id, self._tokens, self._first = f"chatcmpl-{name}", self._draw.choice(self._lengths), 0.0
+        data = request(name, self._tokens)
+        self._begin = time.time()
+        self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         # The head comes by itself; what counts is the first event.
         if not self._first and b"data: " in data:
-            self._first = time.perf_counter() - self._begin
+            self._first = time.time()
         self._parts.append(data)
         if data.endswith(b"0\r\n\r\n"):
-            self.answers.append((self._first, b"".join(self._parts)))
+            self.answers.append(
+                Answer(self._id, self._tokens, self._begin, self._first, b"".join(self._parts))
+            )
             self._parts = []
-            if time.perf_counter() < self._until:
+            if time.time() < self._until:
                 self._ask()
             else:
                 self._transport.close()
@@ -71,22 +93,34 @@ class Client(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-async def load(port: int, clients: int, tokens: int, seconds: float) -> list[tuple[float, bytes]]:
-    """All answers that clients got in some time (and until the last one's end)."""
-    loop = asyncio.get_running_loop()
+def request(name: str, tokens: int) -> bytes:
+    """A chat's request."""
     messages = [{"role": "user", "content": PROMPT}]
     body = {"messages": messages, "stream": True, "max_tokens": tokens, "ignore_eos": True}
     data = json.dumps(body).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    request = head + b"content-length: %d\r\n\r\n" % len(data) + data
-    until = time.perf_counter() + seconds
+    return head + b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (name.encode(), len(data)) + data
+
+
+async def load(port: int, clients: int, lengths: range, seconds: float, name: str) -> list[Answer]:
+    """All answers that clients got in some time (and until the last one's end)."""
+    loop = asyncio.get_running_loop()
+    until = time.time() + seconds
     ended = [loop.create_future() for _ in range(clients)]
     made = [
-        await loop.create_connection(lambda e=e: Client(request, until, e), "127.0.0.1", port)  # type: ignore[misc]
-        for e in ended
+        await loop.create_connection(
+            functools.partial(Client, lengths, f"{name}-{number}", until, end), "127.0.0.1", port
+        )
+        for number, end in enumerate(ended)
     ]
     await asyncio.gather(*ended)
     return [answer for _, client in made for answer in client.answers]
+
+
+def lengths_of(args: argparse.Namespace) -> range:
+    """How many tokens an answer may have."""
+    spread = args.tokens // 2 if args.first else 0
+    return range(args.tokens - spread, args.tokens + spread + 1)
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
@@ -107,25 +141,25 @@ def child_of(pid: int) -> int:
     raise RuntimeError("the server has no engine")
 
 
-def measure(port: int, pid: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(port: int, pid: int, args: argparse.Namespace, name: str) -> dict[str, Any]:
     """One run."""
     pids = {"api": pid, "engine": child_of(pid)}
     before = {name: cpu_seconds(number) for name, number in pids.items()}
     own, begin = time.process_time(), time.perf_counter()
-    answers = uvloop.run(load(port, args.clients, args.tokens, args.seconds))
+    answers = uvloop.run(load(port, args.clients, lengths_of(args), args.seconds, name))
     seconds, own = time.perf_counter() - begin, time.process_time() - own
     used = {
         name: {thread: t - before[name].get(thread, 0.0) for thread, t in cpu_seconds(number).items()}
         for name, number in pids.items()
     }
-    bad = [data for _, data in answers if not data.startswith(b"HTTP/1.1 200")]
-    if bad:
-        raise RuntimeError(f"an answer is no stream: {bad[0][:300]!r}")
+    bad = next((a.data for a in answers if not a.data.startswith(b"HTTP/1.1 200")), None)
+    if bad is not None:
+        raise RuntimeError(f"an answer is no stream: {bad[:300]!r}")
     # The role comes in a chunk of its own, the tokens in the others.
-    chunks = sum(data.count(b"data: {") for _, data in answers)
-    tokens = len(answers) * args.tokens
+    chunks = sum(answer.data.count(b"data: {") for answer in answers)
+    tokens = sum(answer.tokens for answer in answers)
     api, engine = sum(used["api"].values()), sum(used["engine"].values())
-    first = sorted(1e3 * t for t, _ in answers)
+    first = sorted(1e3 * (answer.first - answer.begin) for answer in answers)
     return {
         "answers": len(answers),
         "chunks_per_s": chunks / seconds,
@@ -134,7 +168,7 @@ def measure(port: int, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         "chunks_per_api_cpu_s": chunks / api,
         "tokens_per_engine_cpu_s": tokens / engine,
         "chunks_per_server_cpu_s": chunks / (api + engine),
-        "bytes_per_chunk": sum(len(data) for _, data in answers) / chunks,
+        "bytes_per_chunk": sum(len(answer.data) for answer in answers) / chunks,
         "client_cpu_share": own / seconds,
         "server_cpu_share": (api + engine) / seconds,
         "threads": {name: {t: round(s, 3) for t, s in kinds.items()} for name, kinds in used.items()},
@@ -143,7 +177,24 @@ def measure(port: int, pid: int, args: argparse.Namespace) -> dict[str, Any]:
             "p90": first[int(0.9 * len(first))],
             "least": first[0],
         },
+        "requests": [(answer.id, answer.begin, answer.first) for answer in answers],
     }  # fmt: skip
+
+
+def add_overhead(run: dict[str, Any], times: dict[str, list[float]]) -> None:
+    """Put the API's share of the times to first tokens beside them, ms."""
+    before, after = [], []
+    for name, begin, first in run.pop("requests"):
+        arrival, token = times[name]
+        before.append(1e3 * (arrival - begin))
+        after.append(1e3 * (first - token))
+    sums = sorted(a + b for a, b in zip(before, after, strict=True))
+    run["first_ms"] |= {
+        "api_median": statistics.median(sums),
+        "api_p90": sums[int(0.9 * len(sums))],
+        "before_median": statistics.median(before),
+        "after_median": statistics.median(after),
+    }
 
 
 def main() -> int:
@@ -154,15 +205,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--first", action="store_true", help="one token an answer: the time to it")
+    parser.add_argument("--first", action="store_true", help="times to first tokens")
     parser.add_argument("--json", action="store_true")
     given = sys.argv[1:]
     place = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:place])
-    if args.first:
-        args.tokens = 1
+    folder = tempfile.TemporaryDirectory()
+    times = Path(folder.name) / "times.json"
     command = [sys.executable, "-m", "benchmarks.null_server", args.model, "--port", "0"]
     command += ["--served-model-name", "null", "--max-num-seqs", str(max(args.clients, 1))]
+    if args.first:
+        command += ["--times", str(times)]
     command += ["--max-model-len", "2048", "--step-ms", str(args.step_ms), *given[place + 1 :]]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -179,22 +232,29 @@ def main() -> int:
                     os.sched_setaffinity(int(task.name), cores[:1])
             os.sched_setaffinity(0, cores[1:2])
         port = int(told.group(1))
-        uvloop.run(load(port, args.clients, args.tokens, 0.5))  # warm up
-        runs = [measure(port, server.pid, args) for _ in range(args.runs)]
+        uvloop.run(load(port, args.clients, lengths_of(args), 0.5, "warm"))  # warm up
+        runs = [measure(port, server.pid, args, f"run{run}") for run in range(args.runs)]
     finally:
         server.terminate()
         server.wait(30)
-    best = min(runs, key=lambda r: r["first_ms"]["median"]) if args.first else max(
+    with folder:
+        for run in runs:
+            if args.first:
+                add_overhead(run, json.loads(times.read_text()))
+            else:
+                run.pop("requests")
+    best = min(runs, key=lambda r: r["first_ms"]["api_median"]) if args.first else max(
         runs, key=lambda r: float(r["chunks_per_s"])
     )  # fmt: skip
     if args.json:
         print(json.dumps({"best": best, "runs": runs}))
         return 0
     if args.first:
+        ms = best["first_ms"]
         print(
-            f"{args.clients} clients: first token after {best['first_ms']['median']:.2f} ms (median; "
-            f"p90 {best['first_ms']['p90']:.2f}, least {best['first_ms']['least']:.2f}), "
-            f"{best['answers'] / args.seconds:,.0f} answers/s"
+            f"{args.clients} clients: first token after {ms['median']:.2f} ms (median), of which the API's "
+            f"{ms['api_median']:.2f} (p90 {ms['api_p90']:.2f}): {ms['before_median']:.2f} before the engine, "
+            f"{ms['after_median']:.2f} after it; {best['chunks_per_s']:,.0f} chunks/s meanwhile"
         )
     else:
         print(

@@ -3,7 +3,9 @@
 Each client asks again and again, with prompts and answers of mixed lengths: plain, with a form that the
 answer must have, or with tools where `--tools` is given. A fifth hang up at some point of the answer, a
 twentieth send something that is refused. Checked at the end: no answer with a status of 500 or above, none
-that breaks off or differs from its form, KV cache empty, and memory as after a warm-up by the same clients.
+that breaks off or differs from its form, KV cache empty, memory as after a warm-up by the same clients, and
+that server and clients agree on the median time to a first token. Before the warm-up, prompts that fill the
+KV cache more than once touch all of its memory, whose pages would else count as growth whenever they are met.
 
     python -m benchmarks.server_load MODEL [--clients 200] [--minutes 10] [--output FILE.json] [-- OPTIONS]
 
@@ -119,7 +121,7 @@ async def ask(port: int, data: bytes, seen: Seen, kind: str, leave_after: int | 
                 text += choice["delta"].get("content") or ""
                 reason = choice.get("finish_reason") or reason
             events += 1
-            if events == 2:
+            if events == 1:  # it tells the role, and is sent with the first token
                 seen.first.append(time.perf_counter() - begin)
             if leave_after is not None and events > leave_after:
                 return
@@ -150,26 +152,81 @@ async def client(port: int, number: int, until: float, seen: Seen, tools: bool) 
             seen.wrong.append(f"a request of kind {kind} failed: {type(error).__name__}: {error}")
 
 
-async def metrics(port: int) -> dict[str, float]:
-    """The server's metrics, summed over labels."""
+async def get(port: int, path: str) -> str:
+    """The body of an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
     text = (await reader.read()).decode()
     writer.close()
+    return text.partition("\r\n\r\n")[2]
+
+
+async def metrics(port: int) -> dict[str, float]:
+    """The server's metrics, summed over labels; `ttft B` are the first tokens that took at most B seconds."""
+    text = await get(port, "/metrics")
     found: dict[str, float] = collections.defaultdict(float)
     for name, value in re.findall(r"^([a-zA-Z_:]+)(?:\{.*\})? ([-+.e0-9]+)$", text, re.M):
         found[name.split(":")[-1]] += float(value)
+    for bound, value in re.findall(
+        r'^[a-z]+:time_to_first_token_seconds_bucket\{.*le="([^"]+)".*\} ([.e0-9]+)$', text, re.M
+    ):
+        found[f"ttft {bound}"] = float(value)
     return found
 
 
-def resident(pids: list[int]) -> int:
-    """Bytes of memory that processes hold of their own."""
-    total = 0
+def median_bounds(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
+    """Between which bounds of its buckets the median of the server's times to a first token lies, seconds."""
+    bounds = [name for name in after if name.startswith("ttft ")]
+    counts = [after[name] - before.get(name, 0.0) for name in bounds]  # cumulative
+    low = 0.0
+    for name, count in zip(bounds, counts, strict=True):
+        high = float(name.removeprefix("ttft "))
+        if count >= counts[-1] / 2:
+            return low, high
+        low = high
+    raise RuntimeError("the server tells no times to a first token")
+
+
+async def fill(port: int) -> int:
+    """Send prompts, all different, of more tokens than the KV cache holds; returns how many tokens."""
+    told = await get(port, "/metrics")
+    size, blocks = (
+        int(re.search(rf'cache_config_info\{{.*{name}="(\d+)"', told).group(1))  # type: ignore[union-attr]
+        for name in ("block_size", "num_gpu_blocks")
+    )
+    length = json.loads(await get(port, "/v1/models"))["data"][0]["max_model_len"]
+    each = min(1024, length - 8)
+    draw = random.Random(0)
+    numbers = iter(range(-(-blocks * size * 5 // 4 // each)))
+    sent = 0
+
+    async def send() -> None:
+        nonlocal sent
+        for _ in numbers:
+            body = {"prompt": [draw.randrange(100, 1000) for _ in range(each)], "max_tokens": 1}
+            data = json.dumps(body).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            writer.write(head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+            answer = await reader.read()
+            writer.close()
+            if b" 200 " not in answer[:20]:
+                raise RuntimeError(f"a prompt that fills the cache was refused: {answer[-300:]!r}")
+            sent += each
+
+    await asyncio.gather(*(send() for _ in range(16)))
+    return sent
+
+
+def resident(pids: list[int]) -> list[int]:
+    """Bytes of memory that each process holds of its own."""
+    found = []
     for pid in pids:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                total += int(line.split()[1]) * 1024
-    return total
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        found.append(
+            sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+        )
+    return found
 
 
 def family(pid: int) -> list[int]:
@@ -201,14 +258,17 @@ async def load(port: int, clients: int, seconds: float, tools: bool, seed: int) 
 async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
     """Warm up, load, let it settle; what was found."""
     processes = family(pid)
+    memory = {"start": resident(processes)}
+    filled = await fill(port)
+    memory["filled"] = resident(processes)
     warm = await load(port, args.clients, args.warm_up, args.tools, 0)
     before = await settled(port)
-    memory = [resident(processes)]
+    memory["before"] = resident(processes)
     begin = time.perf_counter()
     seen = await load(port, args.clients, args.minutes * 60, args.tools, 1)
     seconds = time.perf_counter() - begin
     after = await settled(port)
-    memory.append(resident(processes))
+    memory["after"] = resident(processes)
     engine = after["time_to_first_token_seconds_sum"] - before["time_to_first_token_seconds_sum"]
     count = after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"]
     return {
@@ -221,12 +281,14 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "wrong": (warm.wrong + seen.wrong)[:20],
         "num_wrong": len(warm.wrong) + len(seen.wrong),
         "output_tokens_per_s": round(seen.tokens / seconds, 1),
-        "median_ttft_s": round(statistics.median(seen.first), 4) if seen.first else None,
+        "median_ttft_of_server_s": median_bounds(before, after),
+        "median_ttft_of_clients_s": round(statistics.median(seen.first), 4) if seen.first else None,
+        "num_ttft": [count, len(seen.first)],
         "mean_ttft_of_server_s": round(engine / count, 4) if count else None,
         "mean_ttft_of_clients_s": round(statistics.fmean(seen.first), 4) if seen.first else None,
         "num_processes": len(processes),
-        "memory_before": memory[0],
-        "memory_after": memory[1],
+        "filled_tokens": filled,
+        "memory": memory,  # bytes of the API's process, then of the engine's
         "kv_usage_after": after["kv_cache_usage_perc"],
         "running_after": after["num_requests_running"],
         "waiting_after": after["num_requests_waiting"],
@@ -240,7 +302,12 @@ def problems(found: dict[str, Any], growth: float) -> list[str]:
     told += [f"status {s}: {n} times" for s, n in found["statuses"].items() if int(s) >= 500]
     if found["kv_usage_after"] or found["running_after"] or found["waiting_after"]:
         told.append("requests or KV blocks are left")
-    grown = found["memory_after"] / found["memory_before"] - 1
+    (low, high), median = found["median_ttft_of_server_s"], found["median_ttft_of_clients_s"]
+    if median is None or not low * 0.9 - 0.02 <= median <= high * 1.1 + 0.02:
+        told.append(
+            f"median time to a first token: {median} s by the clients, {low} to {high} s by the server"
+        )
+    grown = sum(found["memory"]["after"]) / sum(found["memory"]["before"]) - 1
     if grown > growth:
         told.append(f"memory has grown by {100 * grown:.1f}%")
     return told
