@@ -33,11 +33,16 @@ def test_no_server_error_and_every_answer_as_documented(tmp_path: Path) -> None:
                 schema["properties"]["model"] = {"const": "tiny"}
                 named += 1
         assert named >= 5
+        # As in OpenAI's own document, a stream's schema is that of its events' data; schemathesis takes it
+        # for that of whole events, names included. `test_openapi.py` checks the data.
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation["responses"]["200"]["content"].get("text/event-stream", {}).pop("schema", None)
         path = tmp_path / "openapi.json"
         path.write_text(json.dumps(document))
         command = [
             PROGRAM, "run", str(path), "--url", str(server.client.base_url), "--checks", CHECKS,
-            "--phases", "coverage,fuzzing", "--max-examples", "40", "--seed", "1", "--request-timeout", "60",
+            "--phases", "coverage,fuzzing", "--max-examples", "20", "--seed", "1", "--request-timeout", "60",
             "--generation-database", "none", "--no-color",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
