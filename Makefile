@@ -36,6 +36,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 13) else \
 	  "Octavo needs Python 3.10 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	@echo "Installing into $(VENV); PyTorch comes first, and takes some minutes ('make TORCH_INDEX=…' chooses its build)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
 	@if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(PIP) show -q triton 2>/dev/null; then \

@@ -13,7 +13,9 @@ import json
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
@@ -29,6 +31,7 @@ def setting(
     choices: tuple[Any, ...] | None = None,
     low: float | None = None,
     high: float | None = None,
+    aliases: Mapping[str, str] | None = None,
     only: tuple[Any, ...] | None = None,
     unit: str | None = None,
     positional: bool = False,
@@ -40,13 +43,15 @@ def setting(
         default: its value when the user gives none.
         help: one or two sentences for `--help` and the documentation.
         choices: the allowed values.
+        aliases: other words for some of them, which vLLM's users write.
         low, high: inclusive bounds of a number.
         only: values that this version supports of a setting whose other values come later.
         unit: "bytes" or "tokens": accepts suffixes (8k, 4GiB) on the command line and in strings.
         positional: a positional argument of the command.
         secret: is left out where the settings are shown.
     """
-    meta = dict(help=help, choices=choices, low=low, high=high, only=only, unit=unit, positional=positional)
+    meta = dict(help=help, choices=choices, aliases=aliases or {}, low=low, high=high)
+    meta |= dict(only=only, unit=unit, positional=positional)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
     return field(default=default, metadata=meta, repr=not secret)
@@ -110,6 +115,7 @@ class EngineConfig:
         "Type of weights and activations; auto takes the checkpoint's (float32 on a CPU that has no fast "
         "bfloat16, and where float16 is slow).",
         choices=("auto", "float32", "bfloat16", "float16"),
+        aliases={"half": "float16", "float": "float32"},
     )
     quantization: str | None = setting(
         None,
@@ -135,6 +141,7 @@ class EngineConfig:
             "awq",
             "bitsandbytes",
         ),
+        aliases={"gptq_marlin": "gptq", "awq_marlin": "awq"},
     )
     quantization_strict: bool = setting(
         False,
@@ -257,6 +264,7 @@ class EngineConfig:
         "auto",
         "Take default sampling settings from the generation_config.json (auto), or Octavo's own (none).",
         choices=("auto", "none"),
+        aliases={"vllm": "none"},
     )
     chat_template: str | None = setting(None, "File with a Jinja chat template, or the template itself.")
     max_logprobs: int = setting(
@@ -377,6 +385,9 @@ def validate(config: Any) -> None:
         if meta["unit"] and isinstance(value, str):
             value = parse_amount(value, meta["unit"])
             setattr(config, spec.name, value)
+        if isinstance(value, str) and value in meta["aliases"]:
+            value = meta["aliases"][value]
+            setattr(config, spec.name, value)
         if not _has_type(value, hints[spec.name]):
             wanted = " or ".join(_type_name(t) for t in _members(hints[spec.name]))
             raise ConfigError(f"{spec.name}={value!r} is not valid: give {wanted}")
@@ -385,9 +396,8 @@ def validate(config: Any) -> None:
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(f"{spec.name}={value!r} is not known: choose {_listing(meta['choices'])}{hint}")
         if meta["only"] is not None and value not in meta["only"]:
-            kept = (
-                "leave it out" if meta["only"][0] is None else f"this version runs {_listing(meta['only'])}"
-            )
+            # None and False are "without it": naming them as what runs says nothing.
+            kept = f"this version runs {_listing(meta['only'])}" if meta["only"][0] else "leave it out"
             raise ConfigError(f"{spec.name}={value!r} is not supported by this version: {kept}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low, high = meta["low"], meta["high"]
@@ -434,6 +444,8 @@ def add_config_arguments(
         if meta["choices"]:
             options["choices"] = [choice for choice in meta["choices"] if choice is not None]
         options["type"] = _parser_of(members, meta["unit"])
+        if meta["aliases"]:
+            options["type"] = partial(_resolved, meta["aliases"])
         if list in members:
             options["nargs"] = "+"
         if meta["positional"]:
@@ -444,6 +456,10 @@ def add_config_arguments(
         else:
             metavar = None if meta["choices"] else _metavar(members, meta["unit"])
             group.add_argument(_flag(spec.name), dest=spec.name, metavar=metavar, **options)
+
+
+def _resolved(aliases: Mapping[str, str], text: str) -> str:
+    return aliases.get(text, text)
 
 
 def only_note(only: tuple[Any, ...]) -> str:

@@ -73,6 +73,9 @@ def settings_table(cls: type) -> str:
         if meta["choices"]:
             named = [_code(choice) for choice in meta["choices"] if choice is not None]
             text += f" One of {', '.join(named)}."
+        if meta["aliases"]:
+            pairs = (f"{_code(word)} is {_code(choice)}" for word, choice in meta["aliases"].items())
+            text += f" As in vLLM, {', '.join(pairs)}."
         if meta["low"] is not None and meta["high"] is not None:
             text += f" From {meta['low']} to {meta['high']}."
         elif meta["low"] is not None:

@@ -14,6 +14,7 @@ SUMMARY = "show the hardware and libraries found, and what each enables"
 GIB = 2**30
 PRODUCTS = "bfloat16 products in hardware (PyTorch's)"
 NO_INT8 = "int8 products; nothing in this version uses them"
+INT8 = "int8 products of the CPU kernels"
 # Only what this version does with an instruction set.
 CPU_SETS = {
     "avx2": "CPU kernels with vectors of 8 floats",
@@ -21,8 +22,8 @@ CPU_SETS = {
     "avx512_bf16": f"{PRODUCTS} where they are faster than float32's",
     "avx512_fp16": "float16 products in hardware (PyTorch's)",
     "amx_bf16": PRODUCTS,
-    "avx512_vnni": NO_INT8,
-    "avx_vnni": NO_INT8,
+    "avx512_vnni": INT8,
+    "avx_vnni": INT8,
     "amx_int8": NO_INT8,
     "neon": "CPU kernels with vectors of 4 floats",
     "bf16": PRODUCTS,
@@ -34,7 +35,7 @@ CPU_SETS = {
 LIBRARIES = {
     "torch": "tensors and matrix products",
     "triton": "GPU kernels",
-    "transformers": "nothing at run time; the oracle of the tests",
+    "transformers": "models that have no family of Octavo's own",
     "flashinfer-python": "nothing in this version",
     "uvloop": "a faster event loop for `octavo serve`",
     "httptools": "a faster HTTP parser for `octavo serve`",

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="Plan for a card that is not here: A100-40G, H100-SXM, H200, L4, RTX-4090, T4… (a wrong name "
-        "lists all).",
+        help="Plan for a card that is not here: A100-40G, H100-SXM, H200, L4, RTX-4090, T4… (`list` "
+        "prints all).",
     )
     parser.add_argument(
         "--request-len",
@@ -59,6 +59,11 @@ def _tokens(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.gpu == "list":
+        from octavo.planning.cards import CARDS
+
+        print("\n".join(f"{card.name:12}{card.memory / 2**30:7.2f} GiB" for card in CARDS))
+        return 0
     sizes = {name: getattr(args, name) for name in _PARALLEL}
     for name in _PARALLEL:
         delattr(args, name)  # the engine's settings don't take them yet

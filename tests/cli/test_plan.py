@@ -12,6 +12,7 @@ from octavo.cli.main import main
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
 from octavo.models import hub, hub_header
+from octavo.planning.cards import CARDS
 from tests import tiny
 from tests.models.hub_server import COMMIT, Hub, serving
 from tests.server.conftest import running
@@ -205,3 +206,10 @@ def test_env_tells_other_servers_apart(a_hub, capsys):
 def test_sizes_on_the_command_line_are_those_of_the_settings(tmp_path: Path, capsys):
     told = planned(capsys, str(tiny.checkpoint("llama")), "--gpu", "L4", "--kv-cache-memory-bytes", "1GiB")
     assert 0 <= GIB - told["memory_bytes"]["kv_cache"] < told["kv"]["block_bytes"] or told["fits"]
+
+
+def test_the_known_cards_are_listed_and_nothing_is_planned(capsys):
+    assert main(["plan", "no/such-model", "--gpu", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [card.name for card in CARDS]
+    assert lines[0].split() == ["T4", "14.75", "GiB"]

@@ -66,6 +66,22 @@ def test_two_processes_build_at_once(small_sources):
 
 
 @needs_kernels
+def test_a_build_is_announced_where_no_logging_is_set_up_and_only_then(small_sources):
+    program = (
+        "import sys; from pathlib import Path; from octavo.kernels.cpu import build;"
+        "build.SOURCE_DIR = Path(sys.argv[1]); build.build()"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", program, str(small_sources)], stderr=subprocess.PIPE, text=True, check=True
+        ).stderr
+        for _ in range(2)
+    ]
+    assert told[0].startswith("building the CPU kernels, once for this machine") and told[0].count("\n") == 1
+    assert told[1] == ""
+
+
+@needs_kernels
 def test_library_is_reused_until_a_source_changes(small_sources):
     first = build.build()
     stamp = first.stat().st_mtime_ns

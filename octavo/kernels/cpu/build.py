@@ -103,7 +103,8 @@ def build() -> Path:
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     if not sources:
         raise BuildError(f"no sources in {SOURCE_DIR}: the package was installed without its .cpp files")
-    logger.info("Building CPU kernels (once for this machine, some seconds)")
+    # A warning, since programs show those unasked: otherwise the first run just stands still.
+    logger.warning("building the CPU kernels, once for this machine: about a minute on few cores")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
