@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM
     from octavo.config import EngineConfig
     from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError, RequestError
+    from octavo.inputs import TextPrompt, TokensPrompt
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from octavo.pooling_params import PoolingParams
@@ -39,6 +40,8 @@ _HOME = {
     "RequestOutputKind": "octavo.sampling_params",
     "SamplingParams": "octavo.sampling_params",
     "StructuredOutputsParams": "octavo.structured_outputs",
+    "TextPrompt": "octavo.inputs",
+    "TokensPrompt": "octavo.inputs",
     "oneshot": "octavo.quantization.compress.oneshot",
 }
 
@@ -59,6 +62,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
     "oneshot",
 ]

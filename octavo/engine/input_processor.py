@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from octavo.config import EngineConfig
 from octavo.errors import ModelError, RequestError
+from octavo.inputs import TextPrompt, TokensPrompt
 from octavo.messages import CoreRequest, ModelFacts
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_generation_config, load_model_config
@@ -22,7 +23,7 @@ from octavo.sampling.noise import choice_seed
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
 
-Prompt = str | Sequence[int] | dict[str, Any]
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 MAX_SALT_LENGTH = 128
 _SALT_FORBIDDEN = "/@\\\0"
@@ -181,8 +182,8 @@ class InputProcessor:
                     f"give {', '.join(sorted(_PROMPT_KEYS))}",
                     "prompt",
                 )
-            salt = prompt.get("cache_salt")
-            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            given = cast("dict[str, Any]", prompt)
+            salt, ids, text = (given.get(key) for key in ("cache_salt", "prompt_token_ids", "prompt"))
             if ids is None and not isinstance(text, str):
                 raise RequestError("prompt is a dictionary without prompt or prompt_token_ids", "prompt")
             return text, None if ids is None else _as_ids(ids), salt

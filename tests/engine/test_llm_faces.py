@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, TextPrompt, TokensPrompt
 from octavo.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from octavo.llm import _Bar
 from tests import tiny
@@ -109,6 +109,7 @@ def test_prompts_of_every_kind(llm):
     assert one[0].prompt == "The quick brown fox"
     assert one[0].prompt_token_ids == ids
     kinds = [ids, "The quick brown fox", {"prompt": "The quick brown fox"}, {"prompt_token_ids": ids}]
+    kinds += [TextPrompt(prompt="The quick brown fox"), TokensPrompt(prompt_token_ids=ids)]
     for output in [*llm.generate(kinds, params, use_tqdm=False), *llm.generate(ids, params, use_tqdm=False)]:
         assert output.prompt_token_ids == ids
         assert output.outputs[0].token_ids == one[0].outputs[0].token_ids
