@@ -53,7 +53,7 @@ class Budget:
 BUDGETS = {
     "fp8": Budget(0.35, 0.03, 0.15),
     "fp8_e5m2": Budget(0.7, 0.08, 0.25),
-    "int8": Budget(0.1, 0.005, 0.1),
+    "int8": Budget(0.12, 0.01, 0.1),
 }
 
 
