@@ -172,6 +172,40 @@ def test_result_depends_on_neither_threads_nor_neighbours():
 
 
 @needs_kernels
+@pytest.mark.parametrize("cache_type", ["float32", "bfloat16", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (700, 5.0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 80)])
+def test_rows_do_not_depend_on_the_rows_beside_them(heads, kv_heads, dim, window, softcap, cache_type):
+    torch.manual_seed(2)
+    context, block_size = 1100, 16
+    cache = torch.randn(-(-context // block_size), 2, kv_heads, block_size, dim)
+    codes = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    if cache_type in codes:
+        cache = cache.to(codes[cache_type]).view(torch.uint8)
+    else:
+        cache = cache.to(getattr(torch, cache_type))
+    q = 3 * torch.randn(context, heads, dim)
+    table = torch.arange(len(cache), dtype=torch.int32)[None]
+    kv_scale = torch.rand(2, kv_heads) + 0.5 if cache_type in codes else None
+
+    def attend(first, last):
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        lens = torch.tensor([last], dtype=torch.int32)
+        out = torch.full((last - first, heads, dim), NAN)
+        scale = dim**-0.5
+        return ops.paged_attention(
+            q[first:last], cache, starts, lens, table, scale, window, out, softcap, cache_type, kv_scale
+        )
+
+    prompt = attend(0, context)
+    assert not prompt.isnan().any()
+    for rows in (1, 2, 4, 5, 13, 33, 65, 200):
+        for last in (17, 64, 500, 512, 513, 700, 1025, 1100):
+            first = max(0, last - rows)
+            assert torch.equal(attend(first, last), prompt[first:last]), (rows, last)
+
+
+@needs_kernels
 def test_padding_rows_are_left_alone():
     batch = Batch(9, 3, 64, 16, torch.float32)
     padded = torch.cat([batch.q, torch.full((5, 9, 64), NAN)])

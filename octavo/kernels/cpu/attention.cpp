@@ -5,13 +5,13 @@
 // are the (row, head) pairs of a tile). Softmax is taken online, tile of keys by tile of keys
 // (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2. Two kernels:
 //
-// - FewLanes (a decode step): bound by memory. Dot products along head_dim.
-// - ManyLanes (a chunk of a prompt): bound by arithmetic. Lanes lie along the vectors, scores and
-//   results are held transposed, so neither K nor V has to be: K^T is read as it lies.
+// - few_lanes (a decode step): bound by memory. Keys lie along the vectors.
+// - many_lanes (a chunk of a prompt): bound by arithmetic. Lanes lie along the vectors.
 //
-// A request whose rows fit one tile has its context cut in pieces of SPLIT keys, at fixed places: a
-// single long request uses all threads, and its result depends neither on their number nor on
-// the other requests of the batch.
+// A context is cut in pieces of SPLIT keys, at fixed places, whose results are joined in order; those of a request
+// whose rows fit one tile are items of their own, so that a single long request uses all threads. Both kernels do the
+// same additions in the same order: a row's result depends neither on the number of threads, nor on the other requests
+// of the batch, nor on the rows of its own beside it.
 //
 // Keys and values of 8 bits are widened as they are read (a prompt's tile once for all its lanes). A scale that
 // all of a head's share goes into the queries and into the results; those of single tokens go into scores and
@@ -30,9 +30,6 @@
 using namespace octavo;
 
 namespace {
-
-constexpr int SPLIT = 512;               // keys of a piece of context, a multiple of KEYS
-static_assert(SPLIT % KEYS == 0, "tiles");
 
 // Scratch of a thread, in floats.
 inline float* scratch(int64_t need) {
@@ -87,14 +84,16 @@ void join(const Call& c, const Item& it, int64_t lanes, bool few, float scale) {
     float* out = scratch(dim);
     for (int64_t lane = 0; lane < lanes; lane++) {
         float max = NOTHING, sum = 0;
-        for (int64_t i = 0; i < it.pieces; i++) max = std::max(max, partial_of(c, it, lanes, i).max[lane]);
         std::fill(out, out + dim, 0.0f);
         for (int64_t i = 0; i < it.pieces; i++) {
             const Partial part = partial_of(c, it, lanes, i);
-            const float alpha = exp2_of<float, int32_t>(part.max[lane] - max);
-            sum += part.sum[lane] * alpha;
-#pragma omp simd
-            for (int64_t d = 0; d < dim; d++) out[d] += part.out[lane * dim + d] * alpha;
+            const float top = std::max(max, part.max[lane]);
+            const float a = weight_of(splat(max - top))[0], b = weight_of(splat(part.max[lane] - top))[0];
+            max = top, sum *= a;
+            for (int64_t d = 0; d < dim; d++) out[d] *= a;
+            asm("" : "+m"(sum) : : "memory");  // these products are rounded, those below may not be
+            sum += part.sum[lane] * b;
+            for (int64_t d = 0; d < dim; d++) out[d] += part.out[lane * dim + d] * b;
         }
         with_row(c, c.out, lane_at(c, it, lane, c.out_stride), [&](auto* to) {
             few ? take_from_order<C>(out, dim, scale / sum, to) : take_from_order<float>(out, dim, scale / sum, to);
@@ -113,13 +112,13 @@ void work(const Call& c, const Item& it, const Item* then) {
     alignas(64) float max[MAX_LANES], sum[MAX_LANES];
     // Where lane l begins; its elements lie side by side (few) or PANEL apart.
     auto place = [&](int64_t l) { return few ? l * dim : l / PANEL * PANEL * dim + l % PANEL; };
+    const int64_t apart = few ? 1 : PANEL;
     const int64_t padded = few ? lanes : (lanes + PANEL - 1) / PANEL * PANEL;
     if (padded > lanes) std::fill(q + (padded - PANEL) * dim, q + padded * dim, 0.0f);
     for (int64_t l = 0; l < lanes; l++) {
         float* to = q + place(l);
         with_row(c, c.q, lane_at(c, it, l, c.q_stride), [&](auto* from) {
-            if (few) return put_in_order<C>(from, dim, scale, to);
-            for (int64_t d = 0; d < dim; d++) to[d * PANEL] = to_float(from[d]) * scale;
+            for (int64_t d = 0; d < dim; d++) to[d * apart] = to_float(from[d]) * scale;
         });
     }
     std::fill(out, out + padded * dim, 0.0f);
@@ -127,7 +126,7 @@ void work(const Call& c, const Item& it, const Item* then) {
     std::fill(sum, sum + padded, 0.0f);
 
     if (few)
-        few_lanes<C>(c, it, lanes, q, Partial{max, sum, out}, then);
+        few_lanes<C>(c, it, lanes, q, (uint32_t*)rest, Partial{max, sum, out}, then);
     else if (c.s.softcap)
         many_lanes<C, true>(c, it, lanes, q, rest, Partial{max, sum, out});
     else
@@ -140,7 +139,6 @@ void work(const Call& c, const Item& it, const Item* then) {
     const Partial part = partial_of(c, it, lanes, it.piece);
     std::copy(max, max + lanes, part.max);
     std::copy(sum, sum + lanes, part.sum);
-    const int64_t apart = few ? 1 : PANEL;
     for (int64_t l = 0; l < lanes; l++)
         for (int64_t d = 0; d < dim; d++) part.out[l * dim + d] = out[place(l) + d * apart];
     if (c.counters[it.counter].fetch_sub(1, std::memory_order_acq_rel) == 1) join<C>(c, it, lanes, few, v_scale);
@@ -164,7 +162,8 @@ void plan_items(const Call& c, Plan& plan, std::vector<int32_t>& pieces_of) {
             const int64_t row0 = tile * tile_rows, n = std::min(tile_rows, rows - row0), pos0 = context - rows + row0;
             const int64_t key1 = pos0 + n;
             const int64_t key0 = c.s.window ? std::max<int64_t>(0, pos0 - c.s.window + 1) / 4 * 4 : 0;
-            const int64_t first = key0 / SPLIT, pieces = rows > tile_rows ? 1 : (key1 + SPLIT - 1) / SPLIT - first;
+            const bool whole = rows > tile_rows && n * c.group > FEW_LANES;  // many_lanes joins pieces itself
+            const int64_t first = key0 / SPLIT, pieces = whole ? 1 : (key1 + SPLIT - 1) / SPLIT - first;
             for (int32_t head = 0; head < c.s.kv_heads; head++) {
                 for (int64_t i = 0; i < pieces; i++) {
                     Item it{int32_t(r), head, int32_t(start + row0), int32_t(n), int32_t(pos0), 0, 0,

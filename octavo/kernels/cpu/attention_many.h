@@ -131,18 +131,45 @@ inline void as_float(const Call& c, const KeyTile<C>& tile, int64_t n, float* bu
     }
 }
 
+// Joins what a piece of the context came to with the pieces before it, as `join` in attention.cpp does, and begins the
+// next (or, `last`, leaves the total in its place).
+inline void end_piece(int64_t panels, int64_t dim, const Partial& r, const Partial& total, bool first, bool last) {
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t l = panel * PANEL; l < (panel + 1) * PANEL; l += W) {
+            const vf before = first ? splat(NOTHING) : load(total.max + l), top = vmax(load(r.max + l), before);
+            const vf a = weight_of(before - top), b = weight_of(load(r.max + l) - top);
+            auto add = [&](float* x, float* all) {
+                vf old = first ? vf{} : load(all) * a;
+                asm("" : "+m"(old));  // rounded: left to the compiler, either product may be the exact one
+                const vf sum = old + load(x) * b;
+                store(last ? x : all, sum);
+                if (!last) store(x, vf{});
+            };
+            add(r.sum + l, total.sum + l);
+            const int64_t at = panel * PANEL * dim + l % PANEL;
+            for (int64_t d = 0; d < dim; d++) add(r.out + at + d * PANEL, total.out + at + d * PANEL);
+            store((last ? r : total).max + l, top);
+            if (!last) store(r.max + l, splat(NOTHING));
+        }
+}
+
 // Floats of `rest` below.
-inline int64_t many_lanes_scratch(int64_t dim) { return KEYS * PANEL + 2 * KEYS * dim; }
+inline int64_t many_lanes_scratch(int64_t dim) {
+    return KEYS * PANEL + 2 * KEYS * dim + MAX_LANES * (dim + 2);
+}
 
 // All lanes of an item over its keys. q and out: [panels, dim, PANEL].
 template <class C, bool CAP>
 void many_lanes(const Call& c, const Item& it, int64_t lanes, const float* q, float* rest, const Partial& r) {
     const int64_t dim = c.s.head_dim, panels = (lanes + PANEL - 1) / PANEL;
-    float *p = rest, *buffer = rest + KEYS * PANEL;
+    float *p = rest, *buffer = rest + KEYS * PANEL, *all = buffer + 2 * KEYS * dim;
+    const Partial total{all, all + MAX_LANES, all + 2 * MAX_LANES};
     alignas(64) int32_t pos[MAX_LANES];
     for (int64_t l = 0; l < panels * PANEL; l++) pos[l] = it.pos0 + int32_t(std::min(l, lanes - 1) / c.group);
-    for (int64_t t0 = it.key0; t0 < it.key1; t0 += KEYS) {
-        const int64_t n = std::min<int64_t>(KEYS, it.key1 - t0);
+    int64_t n;
+    for (int64_t t0 = first_tile(it); t0 < it.key1; t0 += n) {
+        if (t0 % SPLIT == 0 && t0 > it.key0) end_piece(panels, dim, r, total, t0 - it.key0 <= SPLIT, false);
+        n = tile_keys(it, t0);
         KeyTile<C> tile;
         tile.find(c, it, t0, n);
         as_float(c, tile, n, buffer);
@@ -157,6 +184,7 @@ void many_lanes(const Call& c, const Item& it, int64_t lanes, const float* q, fl
                                          r.max + at, r.sum + at, r.out + at * dim);
         }
     }
+    if ((it.key1 - 1) / SPLIT > it.key0 / SPLIT) end_piece(panels, dim, r, total, false, true);
 }
 
 }  // namespace octavo

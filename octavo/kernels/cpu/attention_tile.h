@@ -18,6 +18,8 @@ struct AttentionShape {
 namespace octavo {
 
 constexpr int KEYS = 64;                 // keys of a tile
+constexpr int SPLIT = 512;               // keys of a piece of context, a multiple of KEYS
+static_assert(SPLIT % KEYS == 0, "pieces");
 constexpr float NOTHING = -1e30f;        // running maximum before the first key: finite, so that
                                          // the difference to a masked score (-inf) is not NaN
 
@@ -52,6 +54,11 @@ inline void cap_scores(float* scores, int64_t n, float softcap) {
     for (int64_t t = 0; t < n; t += W) store(scores + t, cap * tanh_of<vf, vi>(load(scores + t)));
 }
 
+// Tiles begin at multiples of KEYS, and pieces of a context at multiples of SPLIT, wherever an item's keys do: what
+// a row's result is made of doesn't depend on the rows beside it.
+inline int64_t first_tile(const Item& it) { return it.key0 / KEYS * KEYS; }
+inline int64_t tile_keys(const Item& it, int64_t t0) { return std::min<int64_t>(KEYS, it.key1 - t0); }
+
 template <class C>
 constexpr bool PER_TOKEN = std::is_same_v<C, code8>;  // has a scale for every token
 
@@ -64,8 +71,10 @@ struct KeyTile {
     void find(const Call& c, const Item& it, int64_t t0, int64_t n) {
         const int32_t* table = c.b.block_table + it.request * c.b.table_stride;
         const int64_t piece = piece_size(c.s.cache_type, c.s.block_size, c.s.head_dim);
-        int64_t index = t0 / c.s.block_size, offset = t0 % c.s.block_size;
-        for (int64_t i = 0; i < n; i += 4, offset += 4) {
+        const int64_t start = std::max<int64_t>(t0, it.key0);  // for those before it, which have no weight, as well
+        int64_t index = start / c.s.block_size, offset = start % c.s.block_size;
+        for (int64_t i = 0; i < n; i += 4) {
+            if (t0 + i > start) offset += 4;
             if (offset == c.s.block_size) index++, offset = 0;
             const C* first = (const C*)c.cache + (int64_t(table[index]) * 2 * c.s.kv_heads + it.head) * piece;
             k[i / 4] = first + offset * c.s.head_dim;
