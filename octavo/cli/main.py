@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.version import __version__
@@ -46,6 +47,17 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Here, and not in `parse_args` of the outermost parser, since only the command's own knows what
+        # its options are called.
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see `{self.prog} --help`)\n")

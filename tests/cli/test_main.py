@@ -89,7 +89,18 @@ def test_version():
         ([], "COMMAND"),
         (["sreve"], "sreve"),
         (["--fast", "env"], "--fast"),
-        (["env", "--jason"], "--jason"),
+        (
+            ["env", "--jason"],
+            "octavo env: unrecognized arguments: --jason: did you mean --json?",
+        ),
+        (
+            ["serve", "--max-modle-len=8"],
+            "--max-modle-len=8: did you mean --max-model-len? (see `octavo serve",
+        ),
+        (
+            ["bench", "serve", "--zzz"],
+            "unrecognized arguments: --zzz (see `octavo bench serve --help`)",
+        ),
         (["pull", "--forc"], "--forc"),
     ],
 )
