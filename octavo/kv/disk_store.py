@@ -125,7 +125,7 @@ class DiskStore:
     def write(self, group: int, key: bytes, slot: int) -> int:
         """Begin to write a block from a host slot; returns the ticket."""
         name, ticket = self._name(group, key), next(self._tickets)
-        self._writers.submit(self._run, self._write, ticket, name, slot, 0)
+        self._writers.submit(self._run, self._write, ticket, name, slot, time.time_ns())
         return ticket
 
     def poll(self) -> list[tuple[int, bool]]:
@@ -191,7 +191,7 @@ class DiskStore:
         self._count(hits=1, bytes_read=page.nbytes)
         return True
 
-    def _write(self, name: BlockName, slot: int, _: int) -> bool:
+    def _write(self, name: BlockName, slot: int, stamp: int) -> bool:
         if name.path in self._index:
             return True
         page = self._page(slot)
@@ -207,6 +207,8 @@ class DiskStore:
         finally:
             with self._room:
                 self._writing -= self._file_bytes
+        with contextlib.suppress(OSError):  # the system's own times are coarser than those that reads leave
+            os.utime(self.folder / name.path, ns=(stamp, stamp))
         self._count(written=1, bytes_written=page.nbytes)
         return True
 

@@ -90,7 +90,7 @@ class World:
 
     def fail(self, late: bool) -> None:
         """The next step fails, at launch or once it has been launched."""
-        number = self.core.scheduler._step
+        number = self.core.scheduler._maker.next_id
         if late:
             self.executor.late_failures = frozenset([number])
         else:
