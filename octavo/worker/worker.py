@@ -31,6 +31,7 @@ from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
+from octavo.models.mapped_file import release_freed
 from octavo.models.pooling_config import pooling_settings
 from octavo.planning.budget import useful_blocks, with_slack
 from octavo.planning.ledger import Ledger
@@ -313,6 +314,7 @@ class Worker:
 
     def _give_back(self) -> None:
         gc.collect()
+        release_freed()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -112,12 +112,12 @@ def test_a_model_does_not_differ_from_itself(rows):
     assert found["perplexity"] == found["baseline_perplexity"]
 
 
-def test_chunks_of_another_size_differ_by_rounding_alone():
+def test_chunks_of_another_size_differ_by_rounding_at_most():
     model = tiny.checkpoint("llama")
     found = evaluate(
         config(model, max_num_batched_tokens=5), TEXTS, EvalOptions(WINDOW, None, 100), config(model)
     ).summary
-    assert 0.0 < found["kl_mean"] < 1e-9
+    assert 0.0 <= found["kl_mean"] < 1e-9
     assert found["top1_agreement"] == 1.0
 
 
