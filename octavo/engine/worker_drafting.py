@@ -95,7 +95,7 @@ class WorkerDrafting(Drafting):
         if not self.adaptive:
             return wanted * most
         curve = self.adaptation.times.curve(n, n * most + 1)
-        if curve is None or len(curve) <= n * most:
+        if curve is None or len(curve) <= n * most or not self.adaptation.times.knows(n):
             return none  # until a plain step was measured
         plain = float(curve[0])
         counts = np.arange(most + 1)

@@ -62,7 +62,8 @@ class Adaptation:
         self._proposing += _FADE * (proposing - self._proposing)
         ranked = np.sort(odds, axis=None)[::-1]
         ranked = ranked[: min(most, int(np.count_nonzero(ranked)))]
-        best, seconds = 0, self.times.curve(rows, len(ranked) + 1)
+        best = 0
+        seconds = self.times.curve(rows, len(ranked) + 1) if self.times.knows(rows) else None
         if len(ranked) and seconds is not None and len(seconds) > len(ranked):
             tokens = rows + np.concatenate(([0.0], np.cumsum(ranked)))
             rates = tokens / (seconds + self._proposing)

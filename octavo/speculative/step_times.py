@@ -24,7 +24,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._mean = np.full(len(_SIZES), np.nan)
         self._count = np.zeros(len(_SIZES), np.int64)
-        self._curve: np.ndarray | None = None
+        self._curve: tuple[np.ndarray, np.ndarray] | None = None  # rows and seconds, to interpolate
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
@@ -37,13 +37,21 @@ class StepTimes:
             self._mean[place] += _FADE * (min(seconds, _OUTLIER * old) - old)
         self._curve = None
 
+    def knows(self, rows: int) -> bool:
+        """Whether steps of so many rows, or of fewer, have been measured more than once."""
+        return bool((self._count[: int(np.searchsorted(_SIZES, rows, side="right"))] > 1).any())
+
     def curve(self, first: int, count: int) -> np.ndarray | None:
         """Seconds of steps of `first`, `first + 1`, … rows, float64 `[count]`; None: nothing is known yet.
 
         It never falls: a larger step that seems quicker is noise.
         """
         if self._curve is None:
-            known = np.flatnonzero(~np.isnan(self._mean))
+            # The first step of a size may have been slow because it was the first: a kernel was compiled, or
+            # the step recorded.
+            known = np.flatnonzero(self._count > 1)
+            if not len(known):
+                known = np.flatnonzero(self._count)
             if not len(known):
                 return None
             sizes, times = _SIZES[known].astype(float), np.maximum.accumulate(self._mean[known])
@@ -62,5 +70,6 @@ class StepTimes:
                     np.insert(sizes, 0, 1.0),
                     np.insert(times, 0, max(times[0] - slope * (sizes[0] - 1), 0.5 * times[0])),
                 )
-            self._curve = np.interp(np.arange(1, last + 1), sizes, times)
-        return self._curve[first - 1 : first - 1 + count]
+            self._curve = sizes, times
+        end = min(first + count, int(_SIZES[-1]) + 1)
+        return np.interp(np.arange(first, end), *self._curve)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 MOST_REQUESTS = 16
 # Rows of all recordings of steps with drafts together, which come in many shapes; the oldest give way.
 _MOST_DRAFTED_ROWS = 160
+_MOST_DRAFTED_REQUESTS = 2  # with more of them, few steps have the same shape
+_SEEN = 3
 
 
 class RecordedSteps:
@@ -36,11 +38,18 @@ class RecordedSteps:
         self._recorded: dict[
             tuple[int, int, int], tuple[Recording, torch.Tensor, Sequence[torch.Tensor]]
         ] = {}
+        self._seen: dict[tuple[int, int, int], int] = {}  # steps of each shape with drafts
         self._refused = False
 
     def takes(self, plan: StepPlan, inputs: StepInputs) -> bool:
         """Whether this is such a step."""
         n, rows = inputs.num_requests, plan.total_rows
+        if rows > n:
+            # Recording takes as long as a few steps: shapes that come again and again are worth it.
+            key = n, rows, inputs.meta[0].max_query_len
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if n > _MOST_DRAFTED_REQUESTS or self._seen[key] < _SEEN:
+                return False
         return (
             not self._refused
             and n <= MOST_REQUESTS
