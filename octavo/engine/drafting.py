@@ -38,6 +38,7 @@ class Drafting(ABC):
 
     @property
     def awake(self) -> bool:
+        """See the class."""
         return False
 
     @abstractmethod
@@ -138,6 +139,9 @@ class HostDrafting(Drafting):
         if not len(chosen):
             return
         seconds = time.thread_time() - begin
+        if not own:  # the common case where text doesn't repeat: nothing to weigh
+            self.adaptation.found_nothing(seconds)
+            return
         places, most = np.array(own, np.int64), min(budget, max(0, self.max_rows - len(run)))
         granted = self._grant(run[places], np.array(counts, np.int64), int(rows.sum()), most, seconds)
         slots.num_drafts[run[places]] = granted

@@ -25,6 +25,7 @@ from octavo.engine.loading import LoadingRequests
 from octavo.engine.outlook import Outlook
 from octavo.engine.request import Request, extras_of
 from octavo.engine.results import take_in
+from octavo.engine.sharing import give, share
 from octavo.engine.slots import Slots
 from octavo.engine.step_maker import ScheduledStep, StepMaker
 from octavo.engine.tables import (
@@ -67,6 +68,11 @@ class SchedulerLimits:
     num_speculative_tokens: int = 0
     adaptive_drafts: bool = True
     head_drafts: bool = False  # what drafts on the workers follows the rows of the steps
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of one request in a step."""
+        return self.long_prefill_token_threshold or self.max_model_len
 
 
 class Scheduler:
@@ -187,7 +193,7 @@ class Scheduler:
         """Decide the next step, or None when no request has rows to compute.
 
         Requests that need one row come first and always get it; prompts share what is left of the
-        budget (`_share`), then waiting requests are admitted, then prompts get what nobody took.
+        budget (`share`), then waiting requests are admitted, then prompts get what nobody took.
         """
         self._paused = False
         if self.kv.offloading is not None:
@@ -216,7 +222,9 @@ class Scheduler:
             self.drafting.propose(run, rows, budget // 2)
             self._drop_drafts(run, rows)
             budget -= int(rows.sum()) - len(short)
-        budget -= self._share(rows, need, long, budget)
+        most = self.limits.most_rows
+        waiting = bool(others and self._slots.num_free)
+        budget -= share(rows, need, long, budget, most, waiting, self._maker.next_id % 2)
 
         updates: list[TableChanges] = [[] for _ in self.kv.groups]
         preempted = self._make_room(run, rows, updates)
@@ -234,7 +242,7 @@ class Scheduler:
             budget -= sum(count for _, count in more)
             admitted += more
         idle = not admitted and not rows.any()
-        if self._give(rows, need, long, budget) and self.kv.has_windows:
+        if give(rows, need, long, budget, most) and self.kv.has_windows:
             if self._make_room(run, rows, updates, may_preempt=idle):
                 kept = np.isin(run, self._slots.running)
                 run, rows = run[kept], rows[kept]
@@ -262,32 +270,6 @@ class Scheduler:
         if blocks > self.kv.pool.num_free:
             rows -= drafts
             self._slots.num_drafts[run] = 0
-
-    def _share(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
-        """Divide the budget among prompts under way and those behind them; returns what was given.
-
-        The first in order gets half when another one wants rows, the others (nearest to their end
-        first) a half of the rest when requests wait. So no prompt, however long, holds back a short
-        one behind it, and none is held back for ever. Odd tokens fall to either side in turn.
-        """
-        odd = self._maker.next_id % 2
-        waiting = bool((len(self._waiting) or len(self._loading)) and self._slots.num_free)
-        half = (budget + odd) // 2
-        given = self._give(rows, need, long[:1], half if waiting or len(long) > 1 else budget)
-        others = long[1:][np.argsort(need[long[1:]], kind="stable")]
-        rest = budget - given
-        return given + self._give(rows, need, others, (rest + odd) // 2 if waiting else rest)
-
-    def _give(self, rows: np.ndarray, need: np.ndarray, long: np.ndarray, budget: int) -> int:
-        """Add rows to the prompts at indexes `long`, in order; returns how many were given."""
-        given, most = 0, self.limits.long_prefill_token_threshold or self.limits.max_model_len
-        for i in long:
-            if given >= budget:
-                break
-            count = min(int(need[i]) - int(rows[i]), budget - given, most - int(rows[i]))
-            rows[i] += count
-            given += count
-        return given
 
     def _make_room(
         self, run: np.ndarray, rows: np.ndarray, updates: list[TableChanges], may_preempt: bool = True
@@ -333,7 +315,7 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[Admission, int]]:
         """Move waiting requests into slots, in order, while slots, blocks and budget last."""
         admitted: list[tuple[Admission, int]] = []
-        most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
+        most = self.limits.most_rows
         size = self.kv.block_size
         self._outlook.begin()
         while budget > 0 and self._slots.num_free > self._loading.num_live and len(self._waiting):
@@ -372,7 +354,7 @@ class Scheduler:
     def _admit_loaded(self, budget: int) -> list[tuple[Admission, int]]:
         """Move requests into slots whose blocks have been copied; they hold all that they need for that."""
         admitted: list[tuple[Admission, int]] = []
-        most = self.limits.long_prefill_token_threshold or self.limits.max_model_len
+        most = self.limits.most_rows
         for request in self._loading.ready() if len(self._loading) else ():
             found = request.num_found
             count = min(len(request.token_ids) - found, budget, most)
@@ -505,14 +487,7 @@ class Scheduler:
 
     def release_held(self) -> bool:
         """Let requests go on whose masks have been made; whether some still wait for theirs."""
-        slots, waits = self._slots, False
-        for slot in np.flatnonzero(slots.held).tolist():
-            request = slots.requests[slot]
-            slots.held[slot] = held = (
-                request is not None and request.grammar is not None and not request.grammar.is_ready
-            )
-            waits |= held
-        return waits
+        return self._maker.release_held()
 
     # ---- results --------------------------------------------------------------------------------
 

@@ -64,8 +64,9 @@ class StepMaker:
         """
         start = self._slots.num_computed[slots]
         self._slots.num_computed[slots] += counts
-        drafts = self._drafts(slots, counts)
-        doubt = None if self._drafting is None else self._slots.in_doubt[slots]
+        drafting = self._drafting
+        drafts = None if drafting is None else self._drafts(drafting, slots, counts)
+        doubt = None if drafting is None else self._slots.in_doubt[slots]
         if drafts is not None:
             self._slots.num_tokens[slots] += drafts
             self._slots.in_doubt[slots] += drafts
@@ -88,8 +89,8 @@ class StepMaker:
             copies=list(copies),
             masked=masked.astype(np.int32) if len(masked) else None,
             num_drafts=drafts,
-            draft_tokens=None if drafts is None else self._draft_tokens(slots, drafts),
-            propose=None if self._drafting is None else self._drafting.plan_next(slots, counts, samples),
+            draft_tokens=None if drafting is None or drafts is None else drafting.tokens(slots, drafts),
+            propose=None if drafting is None else drafting.plan_next(slots, counts, samples),
             in_doubt=doubt,
         )
         grammars = self._expect_tokens(slots[masked])
@@ -100,17 +101,11 @@ class StepMaker:
             self._stats.iteration_tokens.add(ITERATION_BOUNDS, plan.total_rows)
         return ScheduledStep(plan, self._slots.epoch[slots], grammars)
 
-    def _drafts(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+    def _drafts(self, drafting: Drafting, slots: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
         """How many of a step's rows judge drafts, int32 `[n]`; None: nobody's."""
-        if self._drafting is None:
-            return None
-        self._drafting.cut(slots, counts)
+        drafting.cut(slots, counts)
         drafts = self._slots.num_drafts[slots]
         return drafts if drafts.any() else None
-
-    def _draft_tokens(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray | None:
-        assert self._drafting is not None
-        return self._drafting.tokens(slots, drafts)
 
     def _expect_tokens(self, masked: np.ndarray) -> list[GrammarRun]:
         """The grammars of slots whose tokens are being sampled; hard ones wait for the next token's mask."""
@@ -125,6 +120,17 @@ class StepMaker:
             self._slots.held[slot] = grammar.slow
             grammars.append(grammar)
         return grammars
+
+    def release_held(self) -> bool:
+        """Let requests go on whose masks have been made; whether some still wait for theirs."""
+        slots, waits = self._slots, False
+        for slot in np.flatnonzero(slots.held).tolist():
+            request = slots.requests[slot]
+            slots.held[slot] = held = (
+                request is not None and request.grammar is not None and not request.grammar.is_ready
+            )
+            waits |= held
+        return waits
 
     def _prompt_logprobs(self, slots: np.ndarray) -> np.ndarray | None:
         if not self._slots.wants_prompt_logprobs[slots].any():

@@ -65,7 +65,7 @@ class WorkerDrafting(Drafting):
                 self._drop(int(slots[i]))
                 counts[i] = 0
         chosen = counts > 0
-        behind = self._behind(slots, known)[counts > 0].sum()
+        behind = self._behind(slots, known)[chosen].sum()
         self._made[slots[samples]] = counts[samples]
         self._follows[slots[samples]] = chosen[samples]
         self._valid[slots[chosen]] = known[chosen] - state.in_doubt[slots[chosen]]

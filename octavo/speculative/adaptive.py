@@ -50,6 +50,11 @@ class Adaptation:
         self._step += (_FADE if self._step else 1.0) * (seconds - self._step)
         self._credit = min(_MOST_CREDIT * self._step, self._credit + _SHARE * seconds)
 
+    def found_nothing(self, proposing: float) -> None:
+        """No draft was found for anybody, in so many seconds."""
+        self._proposing += _FADE * (proposing - self._proposing)
+        self._credit -= proposing
+
     def choose(self, odds: np.ndarray, rows: int, most: int, proposing: float) -> np.ndarray:
         """How many drafts of each request to judge, int64 `[n]`.
 

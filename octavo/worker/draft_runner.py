@@ -11,18 +11,16 @@ from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
 from octavo.speculative.draft_model import DraftModel
-from octavo.worker.input_batch import InputBatch, StepInputs
-from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.draft_tables import DraftTables
+from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.recorded_steps import RecordedSteps
 
 
-class DraftRunner:
-    """Owns a draft model's KV cache and tables; runs its steps (a `DraftForward` of the proposer).
+class DraftRunner(DraftTables):
+    """Runs a draft model's steps (a `DraftForward` of the proposer).
 
     Attributes:
-        batch: its tables; the token table is the target's.
-        kv_caches: its cache.
         max_rows: most rows of a step.
     """
 
@@ -33,17 +31,12 @@ class DraftRunner:
         num_blocks: int,
         runner: ModelRunner,
         *,
-        max_num_seqs: int,
-        max_model_len: int,
         max_rows: int,
         records: bool,
+        **sizes: int,
     ):
-        device = runner.device
+        super().__init__(groups, num_blocks, runner, max_rows=max_rows, **sizes)
         self._model, self.max_rows = model, max_rows
-        self._vocab_size = runner.vocab_size
-        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device)
-        self.batch.token_table = runner.batch.token_table
-        self.kv_caches = allocate_caches(groups, num_blocks, device)
         self._recorded = RecordedSteps(model, self.kv_caches) if records else None
 
     def set_computed(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
@@ -68,9 +61,9 @@ class DraftRunner:
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of as many tokens as the target has: vocabularies are padded to different sizes."""
-        missing = self._vocab_size - logits.shape[1]
+        missing = self.vocab_size - logits.shape[1]
         if missing <= 0:
-            return logits[:, : self._vocab_size]
+            return logits[:, : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 

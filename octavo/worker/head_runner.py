@@ -13,35 +13,22 @@ from octavo.messages import StepPlan
 from octavo.models.eagle3 import Eagle3Head
 from octavo.sampling.processors import upload
 from octavo.speculative.eagle3 import Eagle3, FollowedRows
-from octavo.worker.input_batch import InputBatch, StepInputs
-from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.draft_tables import DraftTables
+from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
 
 
-class HeadRunner:
-    """Owns a head's KV cache and tables; runs its rows (a `HeadForward` of the proposer).
+class HeadRunner(DraftTables):
+    """Runs a head's rows (a `HeadForward` of the proposer).
 
-    Attributes:
-        batch: its tables. They know positions of the head's cache, which begin at 0 for each request.
-        kv_caches: its cache.
+    Its tables know positions of the head's cache, which begin at 0 for each request.
     """
 
     def __init__(
-        self,
-        head: Eagle3Head,
-        groups: list[KVGroup],
-        num_blocks: int,
-        runner: ModelRunner,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_rows: int,
+        self, head: Eagle3Head, groups: list[KVGroup], num_blocks: int, runner: ModelRunner, **sizes: int
     ):
+        super().__init__(groups, num_blocks, runner, **sizes)
         self._head = head
-        self._vocab_size = runner.vocab_size
-        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, runner.device)
-        self.batch.token_table = runner.batch.token_table
-        self.kv_caches = allocate_caches(groups, num_blocks, runner.device)
 
     def combine(self, states: list[torch.Tensor]) -> torch.Tensor:
         """See `HeadForward`."""
@@ -73,7 +60,7 @@ class HeadRunner:
         logits, vocabulary = self._head.compute_logits(made), self._head.vocabulary
         if vocabulary.whole:
             return logits
-        out = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+        out = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         return out.index_copy_(1, vocabulary.target_ids, logits)
 
 

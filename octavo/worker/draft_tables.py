@@ -1,0 +1,42 @@
+"""Tables and KV cache of what drafts beside a target, over the target's token table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.kv.format import KVGroup
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.model_runner import ModelRunner
+
+
+class DraftTables:
+    """Owns them.
+
+    Attributes:
+        batch: the tables; the token table is the target's.
+        kv_caches: a cache per attention layer.
+        vocab_size: tokens of the target's logits.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: int,
+        runner: ModelRunner,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_rows: int,
+    ):
+        """
+        Args:
+            groups: the drafting model's.
+            num_blocks: of its own pool.
+            runner: the target's.
+            max_num_seqs, max_model_len, max_rows: as `InputBatch` takes them.
+        """
+        self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, list(groups), runner.device)
+        self.batch.token_table = runner.batch.token_table
+        self.kv_caches = allocate_caches(groups, num_blocks, runner.device)
+        self.vocab_size = runner.vocab_size
