@@ -9,15 +9,20 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.kv.capacity import request_blocks
-from octavo.kv.groups import page_bytes
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import find_model
 from octavo.quantization import capability, checkpoint_method
 from octavo.quantization.capability import Hardware, Running
 from octavo.quantization.online import NAMES, online
-from tests.engine.test_quantized_parity import CPU, GREEDY, PROMPTS, generate, make, use
+from tests.engine.test_quantized_parity import (
+    CPU,
+    PROMPTS,
+    check_chunks_hits_and_preemption,
+    generate,
+    make,
+    use,
+)
 from tests.quantization.checkpoints import AMPERE, HOPPER, logits, source_folder
 
 KV = {"fp8": "fp8", "fp8_per_block": "int8", "int8": "int8", "int4_weight_only": "fp8"}
@@ -35,20 +40,7 @@ def test_chunks_hits_and_preemption_change_nothing(
     hardware: Hardware, name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(hardware, monkeypatch)
-    with start(name, kv_cache_dtype=kv_dtype) as llm:
-        want = generate(llm)
-        groups = llm.facts.groups
-    with start(name, kv_cache_dtype=kv_dtype, max_num_batched_tokens=9) as llm:
-        assert generate(llm) == want
-        before = llm.stats().prefix_cache_hits
-        assert generate(llm) == want
-        assert llm.stats().prefix_cache_hits > before
-    longest = max(map(len, PROMPTS)) + GREEDY.max_tokens
-    blocks = request_blocks(groups, longest, 64) + 3
-    few = dict(kv_cache_memory_bytes=blocks * page_bytes(groups), look_ahead_admission=False)
-    with start(name, kv_cache_dtype=kv_dtype, max_num_batched_tokens=64, **few) as llm:
-        assert generate(llm) == want
-        assert llm.stats().num_preemptions > 0
+    check_chunks_hits_and_preemption(lambda **more: start(name, kv_cache_dtype=kv_dtype, **more))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "int8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,18 +52,12 @@ def use(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
         pretend(monkeypatch, hardware)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "name", "kv_dtype"), CASES, ids=[f"{h.name}-{n}-{kv}".replace(" ", "") for h, n, kv in CASES]
-)
-def test_chunks_hits_and_preemption_change_nothing(
-    hardware: Hardware, name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(hardware, monkeypatch)
-    with make(name, kv_cache_dtype=kv_dtype) as llm:
+def check_chunks_hits_and_preemption(start: Callable[..., LLM]) -> list[list[int]]:
+    """The same tokens whole, in chunks, with cached prefixes, and after preemption; returns them."""
+    with start() as llm:
         want = generate(llm)
         groups = llm.facts.groups
-        assert len(set(map(tuple, want))) == len(PROMPTS)
-    with make(name, kv_cache_dtype=kv_dtype, max_num_batched_tokens=9) as llm:
+    with start(max_num_batched_tokens=9) as llm:
         assert generate(llm) == want
         before = llm.stats().prefix_cache_hits
         assert generate(llm) == want
@@ -70,9 +65,21 @@ def test_chunks_hits_and_preemption_change_nothing(
     longest = max(map(len, PROMPTS)) + GREEDY.max_tokens
     blocks = request_blocks(groups, longest, 64) + 3
     few = dict(kv_cache_memory_bytes=blocks * page_bytes(groups), look_ahead_admission=False)
-    with make(name, kv_cache_dtype=kv_dtype, max_num_batched_tokens=64, **few) as llm:
+    with start(max_num_batched_tokens=64, **few) as llm:
         assert generate(llm) == want
         assert llm.stats().num_preemptions > 0
+    return want
+
+
+@pytest.mark.parametrize(
+    ("hardware", "name", "kv_dtype"), CASES, ids=[f"{h.name}-{n}-{kv}".replace(" ", "") for h, n, kv in CASES]
+)
+def test_chunks_hits_and_preemption_change_nothing(
+    hardware: Hardware, name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(hardware, monkeypatch)
+    want = check_chunks_hits_and_preemption(lambda **more: make(name, kv_cache_dtype=kv_dtype, **more))
+    assert len(set(map(tuple, want))) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(

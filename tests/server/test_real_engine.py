@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tiny
+from tests.server.running import running
 from tests.server.test_metrics import CORE_GAUGES, samples
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -63,26 +63,8 @@ class Octavo:
 @contextlib.contextmanager
 def octavo(*args: str, model: str | None = None) -> Iterator[Octavo]:
     model = model or str(tiny.checkpoint("llama"))
-    command = [
-        sys.executable, "-m", "octavo", "serve", model, "--served-model-name", "tiny",
-        "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--check-invariants",
-        *args,
-    ]  # fmt: skip
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    try:
-        assert child.stdout is not None
-        url = child.stdout.readline().removeprefix("Octavo is ready: ").strip().removesuffix("/v1")
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            yield Octavo(child, client)
-    finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(20)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    with running(model, "--served-model-name", "tiny", "--dtype", "float32", *args) as (child, _, client):
+        yield Octavo(child, client)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.page.browser import Browser, Page
 from tests.server.page.conftest import Open
+from tests.server.running import running
 from tests.server.test_metrics import samples
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -61,26 +58,9 @@ class Octavo:
 
 @pytest.fixture(scope="module")
 def octavo(browser: Browser, default_model: Path) -> Iterator[Octavo]:
-    command = [
-        sys.executable, "-m", "octavo", "serve", str(default_model), "--served-model-name", NAME,
-        "--port", "0", "--device", "cpu", "--num-threads", "1", "--max-model-len", "1024",
-        "--max-num-seqs", "8", "--kv-cache-memory-bytes", "64MiB", "--check-invariants",
-    ]  # fmt: skip
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    try:
-        assert child.stdout is not None
-        url = child.stdout.readline().removeprefix("Octavo is ready: ").strip().removesuffix("/v1")
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            yield Octavo(url, client)
-    finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(20)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    sizes = ("--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "64MiB")
+    with running(str(default_model), "--served-model-name", NAME, *sizes) as (_, url, client):
+        yield Octavo(url, client)
 
 
 def figures(page: Page) -> dict[str, float]:
