@@ -85,5 +85,6 @@ def test_load_counts_what_runs() -> None:
         assert server.client.get("/load").json() == {"server_load": 0}
         ask = {"prompt": "a", "stream": True, "max_tokens": 150}  # half a minute
         with server.client.stream("POST", "/v1/completions", json=ask) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: a generator that is dropped hangs up
+            next(lines)
             assert server.client.get("/load").json() == {"server_load": 1}
