@@ -248,6 +248,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(1, "Ranks that share each layer.", only=(1,))
     pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
     data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))
+    enable_expert_parallel: bool = setting(
+        False,
+        "In a mixture of experts, give each tensor-parallel rank whole experts instead of a slice of each; "
+        "without experts, or with one rank, it changes nothing.",
+    )
     speculative_config: dict[str, Any] | str | None = setting(
         None,
         "Speculative decoding: a JSON object, or the path of a file of one, such as "

@@ -64,14 +64,15 @@ def experts(
 ) -> torch.Tensor:
     """Each row's weighted sum of its experts' SwiGLU feed-forwards: `sum_k weight_k * W2_k act(W13_k x)`.
 
-    Reads only the matrices of experts that some row chose. Waits for the device.
+    Reads only the matrices of experts that some row chose. What a row chose beyond the experts that there are
+    (those of another rank) adds nothing. Waits for the device.
 
     Args:
         x: `[rows, hidden]`.
         w13: `[num_experts, 2 * inner, hidden]`, gate's rows, then up's.
         w2: `[num_experts, hidden, inner]`.
         weights: float32 `[rows, top_k]`.
-        chosen: int32 `[rows, top_k]`.
+        chosen: int32 `[rows, top_k]`; `num_experts`: none that is here.
         linear: the product with one expert's matrix.
 
     Returns:
@@ -79,8 +80,10 @@ def experts(
     """
     top_k = chosen.shape[1]
     flat = chosen.flatten()
-    out = torch.empty(flat.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    out = torch.zeros(flat.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     for expert in flat.unique().tolist():
+        if expert == len(w13):
+            continue
         pairs = (flat == expert).nonzero()[:, 0]
         inner = silu_and_mul(linear(x[pairs // top_k], w13[expert], None))
         out[pairs] = (linear(inner, w2[expert], None) * weights.flatten()[pairs, None]).to(x.dtype)

@@ -32,6 +32,7 @@ class BuildContext:
         group: the tensor-parallel ranks.
         linear_method: from a layer's name (and those of matrices that checkpoints hold apart) to the method
             that stores its matrix.
+        expert_parallel: whether each rank holds some experts whole, instead of a slice of each.
         experts_method: from a layer's name (and those that checkpoints have for the first expert's matrices)
             to the method that stores its experts.
     """
@@ -46,6 +47,7 @@ class BuildContext:
     linear_method: Callable[..., LinearMethod]
     experts_method: Callable[..., ExpertsMethod] = partial(experts_method, None)
     kv_offset: bool = False
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ def sibling(prefix: str, name: str) -> str:
     return f"{parent}{dot}{name}"
 
 
-def divide(size: int, group: TensorParallelGroup, what: str) -> int:
-    """`size` per rank.
+def divide(size: int, group: TensorParallelGroup, what: str, instead: str = "") -> int:
+    """`size` per rank; `instead` is a further remedy, for the message.
 
     Raises:
         ConfigError: it does not divide evenly.
@@ -147,5 +149,6 @@ def divide(size: int, group: TensorParallelGroup, what: str) -> int:
     if size % group.size:
         raise ConfigError(
             f"{what}={size} cannot be split over tensor_parallel_size={group.size}: use a divisor of {size}"
+            f"{instead}"
         )
     return size // group.size

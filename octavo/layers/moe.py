@@ -1,18 +1,20 @@
 """A mixture of experts in place of the feed-forward (arXiv 1701.06538, 2401.04088).
 
 Tensor parallel: every rank holds a slice of every expert's inner dimension, as of a dense feed-forward,
-and the ranks' results, those of shared experts included, are added once.
+and the ranks' results, those of shared experts included, are added once. Expert parallel: a rank holds some
+experts whole instead; what it computes of a row is what its own experts say, and the sum is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.layers.activation import gated_activation
 from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide
 from octavo.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -26,6 +28,22 @@ from octavo.quantization.stored_tensor import FLOATS
 Names = tuple[str, str, str]
 NAMES: Names = ("gate_proj", "up_proj", "down_proj")
 _MATRICES: tuple[Matrix, Matrix, Matrix] = ("gate", "up", "down")
+
+
+def local_experts(num_experts: int, group: TensorParallelGroup) -> range:
+    """The experts that a rank holds whole: consecutive ones, of the remainder one each on the first ranks.
+
+    Raises:
+        ConfigError: there are fewer than ranks.
+    """
+    if num_experts < group.size:
+        raise ConfigError(
+            f"enable_expert_parallel: {num_experts} experts are fewer than tensor_parallel_size={group.size}:"
+            " leave it out, so that ranks share each expert, or use fewer ranks"
+        )
+    share, rest = divmod(num_experts, group.size)
+    first = group.rank * share + min(group.rank, rest)
+    return range(first, first + share + (group.rank < rest))
 
 
 class Experts(Layer):
@@ -46,6 +64,8 @@ class Experts(Layer):
 
     method: ExpertsMethod
     group: TensorParallelGroup
+    local: range
+    numbers: torch.Tensor | None
 
     def __init__(
         self,
@@ -68,17 +88,22 @@ class Experts(Layer):
         stored = in_block(prefix, self.block) if self.block else prefix
         names = {matrix: f"{stored}.0.{name}" for matrix, name in zip(_MATRICES, self.names, strict=True)}
         self.method = build.experts_method(prefix, names)
-        total = self.moe.expert_size
-        size = divide(total, self.group, f"{prefix}' inner size")
-        self.shard = ExpertShard(self.group.rank * size, size, total)
-        self.method.create_weights(
-            self, self.moe.num_experts, self.hidden_size, size, build.dtype, build.device
-        )
+        total, count = self.moe.expert_size, self.moe.num_experts
+        whole = build.expert_parallel and self.group.size > 1
+        self.local = local_experts(count, self.group) if whole else range(count)
+        instead = ", or --enable-expert-parallel"
+        size = total if whole else divide(total, self.group, f"{prefix}' inner size", instead)
+        self.shard = ExpertShard(0 if whole else self.group.rank * size, size, total, self.local.start)
+        self.method.create_weights(self, len(self.local), self.hidden_size, size, build.dtype, build.device)
+        # What each expert's number is here: `len(local)`, which is none's, for those of other ranks.
+        here = [i - self.local.start if i in self.local else len(self.local) for i in range(count)]
+        numbers = torch.tensor(here, dtype=torch.int32, device=build.device) if whole else None
+        self.register_buffer("numbers", numbers, persistent=False)
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         count, inner, hidden = self.moe.num_experts, self.moe.expert_size, self.hidden_size
         stored = in_block(prefix, self.block) if self.block else prefix
-        every = slice(0, count)
+        every = slice(0, len(self.local))
         targets: dict[str, LoadTarget] = {}
         singles: dict[Matrix, tuple[str, ...]] = {}
         for matrix, name in zip(_MATRICES, self.names, strict=True):
@@ -96,14 +121,16 @@ class Experts(Layer):
                     any_size=what.any_size,
                 )
                 for expert, single in enumerate(covered):
-                    targets[single] = replace(common, load=partial(load, expert))
+                    mine = expert in self.local
+                    one = partial(load, expert - self.local.start) if mine else _not_ours
+                    targets[single] = replace(common, load=one)
                 if what.any_size:
                     continue
                 targets[f"{stored}.{name}.{tensor}"] = replace(
                     common,
                     shape=(count, *what.full_shape),
                     other_shapes=tuple((count, *shape) for shape in what.other_shapes),
-                    load=partial(load, every),
+                    load=partial(self._load_stack, load, every),
                     covers=covered,
                 )
                 if tensor == "weight" and what.dtypes == FLOATS:
@@ -115,9 +142,12 @@ class Experts(Layer):
             )
         return targets
 
+    def _load_stack(self, load: Callable[..., None], every: slice, tensor: torch.Tensor) -> None:
+        load(every, tensor[self.local.start : self.local.stop])
+
     def _load_gate_up(self, tensor: torch.Tensor) -> None:
-        every = slice(0, self.moe.num_experts)
-        gate, up = tensor.chunk(2, dim=1)
+        every = slice(0, len(self.local))
+        gate, up = tensor[self.local.start : self.local.stop].chunk(2, dim=1)
         self.method.load_shard(self, "weight", "gate", every, gate, self.shard)
         self.method.load_shard(self, "weight", "up", every, up, self.shard)
 
@@ -129,7 +159,13 @@ class Experts(Layer):
 
         `x [rows, hidden]`, weights float32 and experts int32 `[rows, top_k]`, to `[rows, hidden]`.
         """
+        if self.numbers is not None:
+            experts = self.numbers.index_select(0, experts.flatten()).view_as(experts)
         return self.method.apply(self, x, weights, experts)
+
+
+def _not_ours(tensor: torch.Tensor) -> None:
+    """An expert of another rank."""
 
 
 class SharedExperts(nn.Module):

@@ -41,6 +41,7 @@ def build_model(
     quantization: QuantizationConfig | None = None,
     batch_invariant: bool = False,
     with_head: bool = True,
+    expert_parallel: bool = False,
 ) -> CausalLM:
     """Make a model whose parameters are allocated once, on the device, and not yet filled.
 
@@ -56,6 +57,7 @@ def build_model(
         batch_invariant: no row's result depends on the rows beside it, to the bit (on a GPU; not for the
             families that `octavo.worker.batch_invariance` refuses).
         with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
+        expert_parallel: whether each of several ranks holds some experts whole, instead of a slice of each.
 
     Raises:
         ModelError: an architecture, rope or activation that is not supported.
@@ -74,6 +76,7 @@ def build_model(
         group=tensor_parallel_group(),
         linear_method=partial(_invariant_method() if batch_invariant else linear_method, quantization),
         experts_method=partial(experts_method, quantization),
+        expert_parallel=expert_parallel,
     )
     model = model_class(config.architecture, config.implementation)(config)
     if not with_head:

@@ -10,7 +10,14 @@ from octavo.sampling.logprobs import SLICE_ELEMENTS
 _SAMPLER_BYTES = 4 * 3 + 8 * 4
 
 
-def step_bytes(model: ModelConfig, rows: int, requests: int, itemsize: int, ranks: int = 1) -> int:
+def step_bytes(
+    model: ModelConfig,
+    rows: int,
+    requests: int,
+    itemsize: int,
+    ranks: int = 1,
+    whole_experts: bool = False,
+) -> int:
     """Bytes of the largest step, all its rows prompt tokens, each request sampled with top_p.
 
     The residual stream and the normed rows are there throughout; beside them either attention's or the
@@ -21,10 +28,11 @@ def step_bytes(model: ModelConfig, rows: int, requests: int, itemsize: int, rank
         requests: rows that are sampled.
         itemsize: bytes of an activation.
         ranks: tensor-parallel ranks, over which heads and inner sizes are split.
+        whole_experts: whether routed experts are not: then all of a row's may be one rank's.
     """
     hidden = model.hidden_size
     stream = 3 * hidden
-    width = max(_attention(model, ranks), _feed_forward(model, ranks))
+    width = max(_attention(model, ranks), _feed_forward(model, ranks, whole_experts))
     forward = rows * (stream + width) * itemsize
     logits = requests * model.vocab_size
     sampler = logits * itemsize + min(logits, SLICE_ELEMENTS) * _SAMPLER_BYTES
@@ -44,12 +52,12 @@ def _attention(model: ModelConfig, ranks: int) -> int:
     return (2 * heads + 2 * kv_heads) * model.head_dim + model.hidden_size
 
 
-def _feed_forward(model: ModelConfig, ranks: int) -> int:
+def _feed_forward(model: ModelConfig, ranks: int, whole_experts: bool) -> int:
     """Elements per row of gate and up, their product, and what comes out."""
     inner = 3 * -(-model.intermediate_size // ranks) + model.hidden_size
     if model.moe is None:
         return inner
     moe = model.moe
-    routed = moe.top_k * (3 * -(-moe.expert_size // ranks) + model.hidden_size)
+    routed = moe.top_k * (3 * -(-moe.expert_size // (1 if whole_experts else ranks)) + model.hidden_size)
     shared = 3 * -(-moe.shared_size // ranks)
     return max(routed + shared + model.hidden_size, inner if len(moe.layers) < model.num_layers else 0)

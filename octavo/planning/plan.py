@@ -231,7 +231,8 @@ class Planner:
             tables += budget.draft_table_bytes(draft.groups, config.max_num_seqs, wanted, rows)
         requests = min(config.max_num_seqs, rows)
         itemsize = DTYPES[dtype].itemsize
-        step = step_bytes(self.model, rows, requests, itemsize, layout.tensor)
+        whole_experts = config.enable_expert_parallel
+        step = step_bytes(self.model, rows, requests, itemsize, layout.tensor, whole_experts)
         free = machine.total - machine.other - held["weights"]
         kv, reserved = self._kv_bytes(config, machine, free, tables + step)
         whole_kv = kv
@@ -328,7 +329,8 @@ class Planner:
 
     def _build(self, config: EngineConfig, dtype: str, length: int, ranks: int) -> CausalLM:
         """The model's shapes on one rank; unquantized, since weights are counted by their methods."""
-        key = (dtype, length, config.block_size, config.kv_cache_dtype, ranks)
+        whole_experts = config.enable_expert_parallel
+        key = (dtype, length, config.block_size, config.kv_cache_dtype, ranks, whole_experts)
         if key not in self._shapes:
             with use_group(TensorParallelGroup(0, ranks)):
                 self._shapes[key] = build_model(
@@ -340,6 +342,7 @@ class Planner:
                     block_size=config.block_size,
                     kv_dtype=config.kv_cache_dtype,
                     with_head=pooling_settings(config, self.source, self.model) is None,
+                    expert_parallel=whole_experts,
                 )
         return self._shapes[key]
 
@@ -374,7 +377,7 @@ class Planner:
     def _graph_bytes(self, config: EngineConfig, itemsize: int, ranks: int) -> int:
         sizes = graph_sizes(config.max_num_seqs)
         logits = sum(sizes) * self.model.vocab_size * itemsize
-        step = step_bytes(self.model, sizes[-1], 0, itemsize, ranks)
+        step = step_bytes(self.model, sizes[-1], 0, itemsize, ranks, config.enable_expert_parallel)
         return logits + step + len(sizes) * _GRAPH
 
 

@@ -103,7 +103,7 @@ def weight_bytes(
             if name.endswith("._stored") and device.type == "cpu" and cpu_lacks(tensor.dtype):
                 kind, nbytes = "float32", 4 * tensor.numel()  # see LatentUpProjection
             out.add(name, kind, nbytes)
-            if not key.endswith("cos_sin"):
+            if tensor.is_floating_point() and not key.endswith("cos_sin"):
                 out.num_parameters += tensor.numel()
     return out
 

@@ -150,7 +150,7 @@ class CheckpointExperts(ExpertsMethod):
             rows, columns, piece = shard.total, hidden, Shard(0, shard.first, shard.size, 0, hidden)
         layout = self.layouts[matrix]
         tensors = layout.tensors(rows, columns)
-        full = self.names[matrix].replace(".0.", f".{expert}.") + f".{name}"
+        full = self.names[matrix].replace(".0.", f".{shard.first_expert + expert}.") + f".{name}"
         view = tensors[name].cut(full, layout.arranged(name, tensor, rows, columns), piece)
         device: torch.device = layer.experts_device  # type: ignore[assignment]
         kept = layout.kept(full, name, view, device)

@@ -24,12 +24,14 @@ Matrix = Literal["gate", "up", "down"]
 class ExpertShard:
     """The slice of the experts' inner dimension that a rank holds: `first .. first + size` of `total`.
 
-    They are rows of gate and up, columns of down.
+    They are rows of gate and up, columns of down. `first_expert` is the number of its first expert, for
+    messages: the methods count a rank's experts from 0.
     """
 
     first: int
     size: int
     total: int
+    first_expert: int = 0
 
 
 class ExpertsMethod(ABC):
@@ -97,7 +99,7 @@ class ExpertsMethod(ABC):
         Args:
             x: `[rows, hidden]`.
             weights: float32 `[rows, top_k]`.
-            experts: int32 `[rows, top_k]`.
+            experts: int32 `[rows, top_k]`, counted from this rank's first; their number for those of others.
 
         Returns:
             A new `[rows, hidden]` of `x`'s dtype.

@@ -44,6 +44,7 @@ from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.draft_loading import LoadedDraft, load_draft
 from octavo.worker.draft_runner import DraftRunner, attach_draft
+from octavo.worker.expert_parallel import expert_parallel
 from octavo.worker.head_loading import load_head
 from octavo.worker.head_runner import HeadRunner, attach_head
 from octavo.worker.kernel_compiler import KernelCompiler
@@ -184,6 +185,7 @@ class Worker:
             quantization=self.quantization,
             batch_invariant=config.batch_invariant,
             with_head=self.pooling is None,
+            expert_parallel=expert_parallel(config, self.model_config),
         )
         return source, wanted, build
 

@@ -40,6 +40,29 @@ def test_experts(shape: tuple[int, int, int, int, int, int | None], dtype: torch
             assert moe_cases.error(moe.experts(*case, linear), case) < bound  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [0, 3, 10**6])
+def test_experts_of_other_ranks_add_nothing(
+    dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows chose none that is here, some a few, and the parts add up to the whole."""
+    case = moe_cases.make(30, 8, 2, 32, 24, dtype)
+    parts = [moe_cases.of_a_rank(case, *borders) for borders in ((0, 1), (1, 6), (6, 8))]
+    assert any(bool((part.chosen == len(part.w13)).all(1).any()) for part in parts)
+    monkeypatch.setattr(moe, "FEW_ROWS", {dtype: limit})
+    for module in (reference_moe, moe) if ops.available() else (reference_moe,):
+        whole = torch.zeros(30, 32)
+        for part in parts:
+            got = module.experts(*part)
+            assert moe_cases.error(got, part) < moe_cases.TOLERANCE[dtype]
+            whole += got.float()
+        assert moe_cases.error(whole, case) < moe_cases.TOLERANCE[dtype]
+    nothing = case._replace(chosen=torch.full_like(case.chosen, 8))
+    assert not reference_moe.experts(*nothing).any()
+    if ops.available():
+        assert not moe.experts(*nothing).any()
+
+
 def test_only_crowded_experts_leave_the_kernel() -> None:
     """One expert has 40 rows, the others at most 20: two products leave the kernel."""
     if not ops.available():

@@ -97,6 +97,21 @@ def test_experts(case: tuple[int, int, int, int, int, int | None], dtype: torch.
             assert moe_cases.error(got, given) < 2 * moe_cases.TOLERANCE[dtype], tiles
 
 
+@pytest.mark.parametrize("tiles", [None, SMALL])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_experts_of_other_ranks_add_nothing(rows: int, tiles: moe.Tiles | None) -> None:
+    whole = torch.zeros(rows, 24, device=DEVICE)
+    case = moe_cases.make(rows, 17, 3, 24, 16, torch.float32, DEVICE)
+    for borders in ((0, 8), (8, 16), (16, 17)):  # 16 + 1 is more than a power of 2
+        part = moe_cases.of_a_rank(case, *borders)
+        got = moe.experts(*part, tiles=tiles)
+        assert (got - moe_cases.wanted(part)).abs().max() < 1e-5
+        whole += got
+    assert moe_cases.error(whole, case) < 1e-6
+    nothing = case._replace(chosen=torch.full_like(case.chosen, 17))
+    assert not moe.experts(*nothing, tiles=tiles).any()
+
+
 def test_strided_rows() -> None:
     given = moe_cases.make(4, 6, 2, 32, 16, torch.float32, DEVICE)
     wide = torch.cat([given.x, torch.full_like(given.x, float("nan"))], 1)[:, :32]

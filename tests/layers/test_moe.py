@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.layer import BuildContext, Layer, LoadTarget
-from octavo.layers.moe import Experts, MoE
+from octavo.layers.moe import Experts, MoE, local_experts
 from octavo.layers.router import Router
 from octavo.models.config import MoEConfig
 from octavo.parallel.state import TensorParallelGroup
@@ -30,7 +30,11 @@ from tests.parallel.threads import on_ranks
 HIDDEN = 32
 
 
-def context(group: TensorParallelGroup | None = None, dtype: torch.dtype = torch.float32) -> BuildContext:
+def context(
+    group: TensorParallelGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    expert_parallel: bool = False,
+) -> BuildContext:
     return BuildContext(
         dtype=dtype,
         device=torch.device("cpu"),
@@ -40,6 +44,7 @@ def context(group: TensorParallelGroup | None = None, dtype: torch.dtype = torch
         kv_dtype="float32",
         group=group or TensorParallelGroup(),
         linear_method=partial(linear_method, None),
+        expert_parallel=expert_parallel,
     )
 
 
@@ -129,8 +134,12 @@ def test_routers_choose_as_transformers(name: str, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_deepseek_with_shared_experts_equals_transformers_on_all_ranks(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "expert_parallel"), [(1, False), (1, True), (2, False), (2, True), (3, True), (4, True)]
+)
+def test_deepseek_with_shared_experts_equals_transformers_on_all_ranks(
+    size: int, expert_parallel: bool
+) -> None:
     """And the ranks add up once: routed and shared experts in one sum."""
     torch.manual_seed(5)
     theirs = DeepseekV3MoE(DeepseekV3Config(**V3))
@@ -147,7 +156,12 @@ def test_deepseek_with_shared_experts_equals_transformers_on_all_ranks(size: int
         add = group.all_reduce
         group.all_reduce = lambda y: sums.append(0) or add(y)  # type: ignore[method-assign]
         moe = MoE(HIDDEN, V3_MOE, float32_router=True)
-        targets = build(moe, "mlp", context(group))
+        targets = build(moe, "mlp", context(group, expert_parallel=expert_parallel))
+        inner, held = moe.experts.w2.shape[2], len(moe.experts.w2)
+        if expert_parallel:  # 32 over 3 ranks: 11, 11 and 10
+            assert (inner, held) == (24, 32 // size + (group.rank < 32 % size))
+        else:
+            assert (inner, held) == (24 // size, 32)
         for name, tensor in state.items():
             assert targets[name].shape == tuple(tensor.shape)
             targets[name].load(tensor)
@@ -160,8 +174,9 @@ def test_deepseek_with_shared_experts_equals_transformers_on_all_ranks(size: int
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("spelling", ["single", "stacked", "joined"])
-def test_every_spelling_fills_this_ranks_slices(spelling: str) -> None:
+def test_every_spelling_fills_this_ranks_slices(spelling: str, whole: bool) -> None:
     moe, hidden, inner = MoEConfig(3, 1, 12, (0,)), 8, 12
     gate, up = torch.randn(3, inner, hidden), torch.randn(3, inner, hidden)
     down = torch.randn(3, hidden, inner)
@@ -176,13 +191,18 @@ def test_every_spelling_fills_this_ranks_slices(spelling: str) -> None:
     canonical = set(stored["single"])
     for rank in range(2):
         experts = Experts(hidden, moe, names=("w1", "w3", "w2"), block="b")
-        targets = build(experts, "mlp.experts", context(TensorParallelGroup(rank, 2)))
+        targets = build(experts, "mlp.experts", context(TensorParallelGroup(rank, 2), expert_parallel=whole))
         covered = set()
         for name, tensor in stored[spelling].items():
             assert targets[name].shape == tuple(tensor.shape)
             targets[name].load(tensor)
             covered |= set(targets[name].covers or (name,))
         assert covered == canonical == {n for n, t in targets.items() if not t.covers}
+        if whole:
+            mine = slice(0, 2) if rank == 0 else slice(2, 3)
+            assert torch.equal(experts.w13, torch.cat([gate, up], 1)[mine])
+            assert torch.equal(experts.w2, down[mine])
+            continue
         part = slice(6 * rank, 6 * rank + 6)
         assert torch.equal(experts.w13, torch.cat([gate[:, part], up[:, part]], 1))
         assert torch.equal(experts.w2, down[..., part])
@@ -198,10 +218,19 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     assert moe_cases.error(finish(experts)(case.x, case.weights, case.chosen), case) < 1e-6
 
 
+def test_whole_experts_are_divided_evenly() -> None:
+    for count, size in ((8, 3), (9, 4), (4, 4), (5, 1)):
+        ranges = [local_experts(count, TensorParallelGroup(rank, size)) for rank in range(size)]
+        assert [i for found in ranges for i in found] == list(range(count))
+        assert {len(found) for found in ranges} <= {count // size, -(-count // size)}
+    with pytest.raises(ConfigError, match="3 experts are fewer than tensor_parallel_size=4: leave it out"):
+        local_experts(3, TensorParallelGroup(0, 4))
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act='gelu' is not supported in experts"):
         Experts(HIDDEN, MoEConfig(4, 2, 8, (0,)), "gelu")
-    with pytest.raises(ConfigError, match="experts' inner size=7 cannot be split"):
+    with pytest.raises(ConfigError, match="experts' inner size=7 cannot be split.*--enable-expert-parallel"):
         Experts(HIDDEN, MoEConfig(4, 2, 7, (0,))).create_weights(
             context(TensorParallelGroup(0, 2)), "experts"
         )

@@ -22,6 +22,7 @@ def read(
     backend: str = "torch",
     block_size: int = 8,
     max_model_len: int = tiny.CONTEXT,
+    expert_parallel: bool = False,
 ) -> CausalLM:
     """The float32 model of a folder or GGUF file; a parameter that nothing fills is NaN."""
     source = find_model(str(path))
@@ -33,6 +34,7 @@ def read(
         attention_backend=backend,
         max_model_len=max_model_len,
         block_size=block_size,
+        expert_parallel=expert_parallel,
     )
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))

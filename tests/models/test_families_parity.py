@@ -1,4 +1,4 @@
-"""Dense families against Transformers in float32: folders, GGUF files, chunks, backends, ranks."""
+"""Dense families against Transformers in float32: folders, GGUF files, chunks, backends."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from octavo.models.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.models.loader import load_model_config
 from octavo.models.loading import load_targets
 from octavo.models.locate import find_model
-from octavo.parallel.state import use_group
 from tests import tiny
 from tests.models.paged import PagedRun
 from tests.models.parity import check, read
-from tests.parallel.threads import on_ranks
 
 FAMILIES = [
     "mistral-window", "phi3", "phi3-window", "phi3-longrope", "gemma2", "gemma3", "granite", "olmo2", "olmo3",
@@ -65,24 +63,6 @@ def test_plain_operations(variant: str, monkeypatch: pytest.MonkeyPatch):
     """Without kernels of the device, as where no compiler is found."""
     monkeypatch.setattr(ops, "kernels_for", lambda device, dtype: ops.REFERENCE)
     check(read(tiny.checkpoint(variant)), variant, 9, tiny.PROMPTS[:2])
-
-
-@pytest.mark.proves("tensor parallel")
-@pytest.mark.parametrize("variant", ["phi3", "gemma3", "granite", "olmo2", "stablelm-parallel"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_equal_one(variant: str, size: int):
-    """Two KV heads over 2 ranks (one each) and over 4 (each held twice)."""
-    path = tiny.checkpoint(variant)
-    prompts = tiny.PROMPTS[:2]
-
-    def rank(group):
-        with use_group(group):
-            model = read(path)
-        return PagedRun(model, len(prompts), 48).prompts(prompts, 9)
-
-    for result in on_ranks(size, rank):
-        for got, prompt in zip(result, prompts, strict=True):
-            assert (got - tiny.logits(variant, prompt)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["phi3", "gemma3", "olmo2", "stablelm-parallel"])

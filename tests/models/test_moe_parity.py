@@ -1,4 +1,4 @@
-"""Mixtures of experts against Transformers in float32: every spelling of their weights, ranks, chunks."""
+"""Mixtures of experts against Transformers in float32: every spelling of their weights, chunks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from octavo.models.interface import CausalLM
 from octavo.models.loader import load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import find_model
-from octavo.parallel.state import use_group
 from tests import tiny
 from tests.models.parity import check, read
-from tests.parallel.threads import on_ranks
 
 FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen3-moe-sparse", "qwen2-moe", "olmoe"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -72,22 +70,6 @@ def test_quantized_gguf_is_read(tmp_path: Path):
     for name in ("w13", "w2"):
         a, b = getattr(got, name), getattr(exact.experts, name)
         assert 0 < (a - b).abs().max() < 0.02
-
-
-@pytest.mark.proves("tensor parallel")
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "olmoe"])
-def test_ranks_together_equal_one(variant: str):
-    for prompt in tiny.PROMPTS:
-        tiny.logits(variant, prompt)
-
-    def rank(group):
-        with use_group(group):
-            model = read(tiny.checkpoint(variant))
-        check(model, variant, 9)
-        return list(model.model.layers[1].mlp.experts.w2.shape)
-
-    shape = {"mixtral": [4, 64, 48], "qwen2-moe": [8, 64, 20], "olmoe": [6, 64, 48]}[variant]
-    assert on_ranks(2, rank) == [shape, shape]
 
 
 def test_dummy_weights_fill_everything():

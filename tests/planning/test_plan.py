@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv.groups import page_bytes
+from octavo.models.loading import build_model
 from octavo.models.locate import ModelSource, configured_model
+from octavo.parallel.state import TensorParallelGroup, use_group
 from octavo.planning.advice import advise
 from octavo.planning.cards import CARDS, find_card
 from octavo.planning.ledger import DEVICE_KINDS, KINDS, gib, kv_fit
@@ -117,6 +120,21 @@ def test_parallel_ranks_share_weights_and_heads(tmp_path: Path):
     assert plans[16].fit.bytes_per_token == plans[8].fit.bytes_per_token
     with pytest.raises(ConfigError, match="tensor_parallel_size=3"):
         of.plan(EngineConfig(), on("H100-SXM"), Layout(tensor=3))
+
+
+def test_the_fullest_rank_has_the_experts_that_are_left_over():
+    """OLMoE's 6 experts over 4 ranks are 2, 2, 1 and 1; a row may have chosen both of the first rank's."""
+    of = Planner(ModelSource("folder", tiny.checkpoint("olmoe"), "m"))
+    whole, sliced = (
+        of.plan(EngineConfig(enable_expert_parallel=on), machine_of(find_card("L4")), Layout(tensor=4))
+        for on in (True, False)
+    )
+    expert = 3 * 64 * 96
+    assert whole.weights.num_parameters - sliced.weights.num_parameters == 3 * (2 * expert - 6 * expert // 4)
+    assert whole.ledger.held["activations"] > sliced.ledger.held["activations"]
+    with use_group(TensorParallelGroup(0, 4)):
+        model = build_model(of.model, dtype=torch.bfloat16, device="meta", expert_parallel=True)
+    assert whole.weights.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_pipeline_stages_share_the_layers_and_replicas_the_requests(tmp_path: Path):

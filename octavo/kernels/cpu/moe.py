@@ -96,17 +96,20 @@ def experts(
     num_experts, double, hidden = w13.shape
     top_k = chosen.shape[1]
     flat = chosen.reshape(-1).numpy()
-    counts = np.bincount(flat, minlength=num_experts)
-    # Pairs (row, k) by expert, those of experts with few rows in front.
+    counts = np.bincount(flat, minlength=num_experts)[:num_experts]
+    # Pairs (row, k) by expert, those of experts with few rows in front, those of none that is here left out.
     crowded = counts > FEW_ROWS[x.dtype]
-    order = np.argsort(flat + num_experts * crowded[flat], kind="stable").astype(np.int32)
+    here = np.flatnonzero(flat < num_experts)
+    found = flat[here]
+    order = here[np.argsort(found + num_experts * crowded[found], kind="stable")].astype(np.int32)
     ids = np.concatenate([np.flatnonzero((counts > 0) & ~crowded), np.flatnonzero(crowded)])
     ends = counts[ids].cumsum()
     segments = np.stack([ids, ends - counts[ids], ends], axis=1).astype(np.int32)
     num_few = len(ids) - int(crowded.sum())
     few = int(segments[num_few - 1, 2]) if num_few else 0
     weights = weights.reshape(-1).contiguous()
-    parts = torch.empty(len(flat), hidden, dtype=torch.float32)
+    make = torch.empty if len(here) == len(flat) else torch.zeros
+    parts = make(len(flat), hidden, dtype=torch.float32)
     if few:
         rows, positions = order[:few] // top_k, np.arange(few, dtype=np.int32)
         inner = x.new_empty(few, double)

@@ -4,7 +4,8 @@ Few pairs (row, one of its experts) each go alone through products that read a m
 by expert on the device; tiles of up to BLOCK_M pairs of one expert then share its matrices. Grids follow
 from shapes alone: the number of tiles is bounded, and programs beyond the last tile end at once. Each pair
 has a row of its own in the result, and those of a row are added in the order of its experts, so that
-results are the same bits every time.
+results are the same bits every time. A pair of an expert that is not here (its number is that of the experts)
+is in no tile, and adds nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def _silu_and_mul(gate, up, dtype: tl.constexpr):
 @triton.jit
 def _pair_gate_up_kernel(
     x_ptr, w13_ptr, chosen_ptr, inner_ptr, x_row,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """Program (p, b): BLOCK_OUT inner values of pair p."""
     pair = tl.program_id(0)
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    if expert == EXPERTS:
+        return
     out_at = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     lanes = tl.arange(0, BLOCK_IN)
     gate_at = w13_ptr + (expert * (2 * INNER) + out_at)[:, None] * HIDDEN + lanes[None, :]
@@ -58,7 +61,7 @@ def _pair_gate_up_kernel(
 @triton.jit
 def _row_down_kernel(
     inner_ptr, w2_ptr, weights_ptr, chosen_ptr, out_ptr,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """Program (r, b): BLOCK_OUT results of row r, all its experts added; one reduction ends the program."""
@@ -69,10 +72,11 @@ def _row_down_kernel(
     for k in range(TOP_K):
         pair = row * TOP_K + k
         expert = tl.load(chosen_ptr + pair).to(tl.int64)
+        present = expert < EXPERTS
         weight = tl.load(weights_ptr + pair)
         w_at = w2_ptr + (expert * HIDDEN + out_at)[:, None] * INNER + lanes[None, :]
         for start in range(0, INNER, BLOCK_IN):
-            inside = start + lanes < INNER
+            inside = (start + lanes < INNER) & present
             mask = (out_at < HIDDEN)[:, None] & inside[None, :]
             x = tl.load(inner_ptr + pair * INNER + start + lanes, mask=inside, other=0.0)
             w = tl.load(w_at + start, mask=mask, other=0.0)
@@ -196,12 +200,17 @@ def _tile_down_kernel(
 
 
 @triton.jit
-def _add_parts_kernel(parts_ptr, out_ptr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts_kernel(
+    parts_ptr, chosen_ptr, out_ptr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        part = tl.load(parts_ptr + (row * TOP_K + k) * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
+        pair = row * TOP_K + k
+        mask = (cols < HIDDEN) & (tl.load(chosen_ptr + pair) < EXPERTS)
+        part = tl.load(parts_ptr + pair * HIDDEN + cols, mask=mask, other=0.0)
         total += part.to(tl.float32)
     tl.store(out_ptr + row * HIDDEN + cols, total.to(out_ptr.dtype.element_ty), mask=cols < HIDDEN)
 
@@ -336,7 +345,7 @@ def experts(
             (x, w13, chosen, inner),
             (x.stride(0),),
             (),
-            (hidden, inner_size, top_k, 2, block),
+            (num_experts, hidden, inner_size, top_k, 2, block),
             warps,
         )
         _row_down(
@@ -344,7 +353,7 @@ def experts(
             (inner, w2, weights, chosen, out),
             (),
             (),
-            (hidden, inner_size, top_k, 2, _lanes(inner_size)),
+            (num_experts, hidden, inner_size, top_k, 2, _lanes(inner_size)),
             warps,
         )
         return out
@@ -374,10 +383,10 @@ def experts(
     block = min(1024, power_of_2(hidden))
     _add_parts(
         (rows, ceil_div(hidden, block), 1),
-        (parts, out),
+        (parts, chosen, out),
         (),
         (),
-        (hidden, top_k, block),
+        (num_experts, hidden, top_k, block),
         4 if block > 256 else 1,
     )
     return out
