@@ -264,6 +264,11 @@ class EngineConfig:
     num_speculative_tokens: int | None = setting(
         None, "Most tokens drafted for a request and step: the field of speculative_config.", low=1
     )
+    speculative_synthetic_acceptance: str | None = setting(
+        None,
+        "For benchmarks: how likely each draft is to stand if all before it do, such as 0.8,0.6,0.4 (the "
+        "field synthetic_acceptance of speculative_config). Answers aren't the model's then, and are marked.",
+    )
     enable_lora: bool = setting(False, "Serve LoRA adapters.", only=(False,))
     generation_config: str = setting(
         "auto",
@@ -321,8 +326,19 @@ class EngineConfig:
         from octavo.speculative_config import read_speculative_config
 
         return read_speculative_config(
-            self.speculative_config, self.speculative_model, self.num_speculative_tokens
+            self.speculative_config,
+            self.speculative_model,
+            self.num_speculative_tokens,
+            self.speculative_synthetic_acceptance,
         )
+
+    @property
+    def synthetic_acceptance(self) -> list[float] | None:
+        """How likely drafts are to stand, whatever the model says of them (benchmarks); None: it decides."""
+        speculative = self.speculative
+        rates = None if speculative is None else speculative.synthetic_acceptance
+        assert not isinstance(rates, str)  # settled by then
+        return rates
 
     def _settle_kv_tiers(self) -> None:
         """One value for swap_space under both its names; a disk tier that can work, or none."""

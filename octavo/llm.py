@@ -89,7 +89,7 @@ class LLM:
         self._embedding_input = EmbeddingInput(self._processor)
         # Either takes in what the core tells; which one is known by what the model makes.
         self._outputs: OutputProcessor | EmbeddingOutputs = (
-            OutputProcessor(self._processor.tokenizer)
+            OutputProcessor(self._processor.tokenizer, self.config.synthetic_acceptance)
             if self._processor.pooling is None
             else EmbeddingOutputs()
         )

@@ -46,6 +46,8 @@ class RequestOutput:
     """One request's prompt and its choices so far.
 
     `num_cached_tokens` counts prompt tokens that the prefix cache served at admission.
+    `synthetic_acceptance` says by which rates drafts stood in a benchmark, and that the text is not the
+    model's; None: it is.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    synthetic_acceptance: list[float] | None = None
 
 
 @dataclass

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from octavo.config import make_config, setting, validate
 from octavo.errors import ConfigError
+from octavo.speculative.synthetic import from_length, from_marginals, parse_rates, show_rates
 
 METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
@@ -78,9 +79,33 @@ class SpeculativeConfig:
         low=0.0,
         high=1.0,
     )
+    rejection_sample_method: str = setting(
+        "standard",
+        "Who judges drafts: the model (standard), or for benchmarks chance (synthetic): answers are not the "
+        "model's then, and are marked.",
+        choices=("standard", "synthetic"),
+        aliases={"strict": "standard"},
+    )
+    synthetic_acceptance: list[float] | str | None = setting(
+        None,
+        "For benchmarks: how likely each draft is to stand if all before it do, as 0.8,0.6 or a list, one "
+        "for each of num_speculative_tokens; makes rejection_sample_method synthetic.",
+    )
+    synthetic_acceptance_rates: list[float] | str | None = setting(
+        None,
+        "The same told otherwise, with rejection_sample_method synthetic: how likely each draft is to stand "
+        "together with all before it.",
+    )
+    synthetic_acceptance_length: float | None = setting(
+        None,
+        "The same told by the mean tokens of a step, from 1 to num_speculative_tokens + 1.",
+        low=1.0,
+        high=MOST_DRAFTS + 1.0,
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+        self._settle_synthetic()
         for spec in fields(self):
             value, users = getattr(self, spec.name), _USED_BY.get(spec.name, METHODS)
             if self.method not in users and value != spec.default:
@@ -97,27 +122,66 @@ class SpeculativeConfig:
                 f"prompt_lookup_max={self.prompt_lookup_max}: raise the latter"
             )
 
+    def _settle_synthetic(self) -> None:
+        """One value for synthetic acceptance, whichever way it was told: `synthetic_acceptance`, a list."""
+        most, names = self.num_speculative_tokens, ("", "_rates", "_length")
+        given = [n for n in (f"synthetic_acceptance{end}" for end in names) if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} are two names of one setting: leave one out")
+        synthetic = self.rejection_sample_method == "synthetic"
+        if not given:
+            if synthetic:
+                raise ConfigError(
+                    "rejection_sample_method='synthetic' needs rates: give synthetic_acceptance, say 0.8,0.6"
+                )
+            return
+        if not synthetic and given[0] != "synthetic_acceptance":
+            raise ConfigError(
+                f"{given[0]}={getattr(self, given[0])!r} is for rejection_sample_method='synthetic': give "
+                "that too, or leave it out"
+            )
+        if self.synthetic_acceptance_length is not None:
+            rates = from_length(self.synthetic_acceptance_length, most)
+        elif self.synthetic_acceptance_rates is not None:
+            rates = from_marginals(parse_rates(self.synthetic_acceptance_rates, given[0]), most)
+        else:
+            assert self.synthetic_acceptance is not None
+            rates = parse_rates(self.synthetic_acceptance, given[0], most)
+        self.rejection_sample_method, self.synthetic_acceptance = "synthetic", rates
+        self.synthetic_acceptance_rates = self.synthetic_acceptance_length = None
+
     def describe(self) -> str:
         """One line for the log."""
         kind = "adaptively" if self.adaptive else "always"
         name = self.method if self.model is None else f"{self.method} {self.model}"
-        return f"{name}, up to {self.num_speculative_tokens} tokens, {kind}"
+        text = f"{name}, up to {self.num_speculative_tokens} tokens, {kind}"
+        if self.synthetic_acceptance is None:
+            return text
+        return f"{text}, SYNTHETIC acceptance {show_rates(self.synthetic_acceptance)}"
 
 
 def read_speculative_config(
-    given: dict[str, Any] | str | None, model: str | None, num_tokens: int | None
+    given: dict[str, Any] | str | None,
+    model: str | None,
+    num_tokens: int | None,
+    synthetic: str | None = None,
 ) -> SpeculativeConfig | None:
     """The settings of a user, None where nothing is drafted.
 
     Args:
         given: `speculative_config`: fields, JSON text of an object, or the path of a file of such.
-        model, num_tokens: `speculative_model` and `num_speculative_tokens`, given beside it or alone.
+        model, num_tokens, synthetic: `speculative_model`, `num_speculative_tokens` and
+            `speculative_synthetic_acceptance`, given beside it or alone.
 
     Raises:
         ConfigError: an unknown field or method, a bad value, or two values of one field.
     """
     values = {} if given is None else dict(given) if isinstance(given, dict) else _parse(given)
-    for name, value in (("model", model), ("num_speculative_tokens", num_tokens)):
+    for name, value in (
+        ("model", model),
+        ("num_speculative_tokens", num_tokens),
+        ("synthetic_acceptance", synthetic),
+    ):
         if value is None:
             continue
         if values.get(name, value) != value:
@@ -129,14 +193,22 @@ def read_speculative_config(
         if given is None:
             return None
         raise ConfigError(f"speculative_config={given!r} names no method: give one of {', '.join(METHODS)}")
+    if values.keys() == {"synthetic_acceptance"} and given is None:
+        raise ConfigError(
+            f"speculative_synthetic_acceptance={synthetic!r} judges drafts, and nothing drafts: give "
+            "speculative_config with a method"
+        )
     if "method" not in values and "model" not in values:
         raise ConfigError(f"speculative_config names no method: give one of {', '.join(METHODS)}")
     values.setdefault("method", "draft_model")
     try:
-        config = make_config(SpeculativeConfig, values)
-        if config.method == "suffix" and "num_speculative_tokens" not in values:
-            depth = config.suffix_decoding_max_tree_depth
-            config = replace(config, num_speculative_tokens=min(depth, MOST_DRAFTS))
+        for name in ("synthetic_acceptance", "synthetic_acceptance_rates"):
+            if values.get(name) is not None:  # as many drafts as rates, unless that is told
+                values.setdefault("num_speculative_tokens", len(parse_rates(values[name], name)))
+        depth = values.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth)
+        if values["method"] == "suffix" and isinstance(depth, int):
+            values.setdefault("num_speculative_tokens", max(1, min(depth, MOST_DRAFTS)))
+        config: SpeculativeConfig = make_config(SpeculativeConfig, values)
         return config
     except ConfigError as error:
         names = ", ".join(spec.name for spec in fields(SpeculativeConfig))

@@ -10,12 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.statistics import finite
 from octavo.errors import ConfigError
+from octavo.speculative.synthetic import show_rates
 from octavo.version import __version__
 
 WIDTH = 52
@@ -42,6 +43,15 @@ class Report:
     records: list[Any]
     text: str
     failed: bool = False
+
+    def marked(self, synthetic: Sequence[float] | None) -> Report:
+        """This report, which tells that drafts stood by chance (`synthetic`: by which rates); None: they
+        didn't."""
+        if synthetic is None:
+            return self
+        summary = {"synthetic_acceptance": list(synthetic), **self.summary}
+        note = f"note: SYNTHETIC acceptance of drafts, {show_rates(synthetic)}: no text was the model's"
+        return replace(self, summary=summary, text=f"{self.text}\n{note}")
 
 
 def table(title: str, sections: Sequence[tuple[str, Sequence[Row]]]) -> str:

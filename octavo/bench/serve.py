@@ -99,7 +99,8 @@ class RequestRecord:
 
 @dataclass
 class ServeRun:
-    """What happened. `notes` are for the reader of the table, `profile` is the server's answer about one."""
+    """What happened. `notes` are for the reader of the table, `profile` is the server's answer about one,
+    `synthetic` the rates by which drafts stood, if by chance."""
 
     records: list[RequestRecord]
     duration_s: float
@@ -108,6 +109,7 @@ class ServeRun:
     model: str
     notes: list[str]
     profile: dict[str, Any] | None = None
+    synthetic: list[float] | None = None
 
 
 class Driver:
@@ -121,6 +123,7 @@ class Driver:
         self._to_text = to_text
         self._with_usage = True
         self._running = self._peak = 0
+        self._synthetic: list[float] | None = None  # what an answer was marked with
 
     async def prepare(self) -> None:
         """Wait until the server is there, find the model's name, and send one short request.
@@ -211,7 +214,9 @@ class Driver:
         sources = {r.counted for r in records if r.success}
         if "chunks" in sources and self._with_usage:
             self.notes.append("the server gave no usage: tokens are counted by chunks of the stream")
-        return ServeRun(records, seconds, share, self._peak, self.model, self.notes)
+        return ServeRun(
+            records, seconds, share, self._peak, self.model, self.notes, synthetic=self._synthetic
+        )
 
     async def _measure(self, index: int, item: WorkItem, start: float, scheduled: float) -> RequestRecord:
         self._running += 1
@@ -225,6 +230,7 @@ class Driver:
         record.status, record.error = answer.status, answer.error
         record.success = answer.error is None
         record.finish_reason = answer.finish_reason
+        self._synthetic = answer.synthetic or self._synthetic
         if answer.usage is not None:
             record.counted = "usage"
             record.prompt_tokens, record.output_tokens = (

@@ -41,6 +41,7 @@ class _Chunk(Struct):
     choices: list[_Choice] | None = None
     usage: Usage | None = None
     error: Any = None
+    synthetic_acceptance: list[float] | None = None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -55,6 +56,7 @@ class Answer:
             tells the role alone, is none.
         last: time of the last chunk with a choice.
         error: why the answer is incomplete; None if it is whole.
+        synthetic: by which drafts stood, as the server says; None: the model judged them.
     """
 
     times: list[float] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Answer:
     finish_reason: str | None = None
     error: str | None = None
     status: int | None = None
+    synthetic: list[float] | None = None
     _done: bool = False
 
     def on_event(self, now: float, data: bytes) -> None:
@@ -79,6 +82,7 @@ class Answer:
             return
         if chunk.error is not None:
             self.error = f"error in the stream: {error_text(chunk.error)}"
+        self.synthetic = chunk.synthetic_acceptance or self.synthetic
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices or ():

@@ -72,10 +72,11 @@ class SweepPoint:
 
 @dataclass
 class Sweep:
-    """Points in order, and why the last ones are missing."""
+    """Points in order, why the last ones are missing, and by which rates drafts stood if by chance."""
 
     points: list[SweepPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    synthetic: list[float] | None = None
 
 
 OnPoint = Callable[[], None]
@@ -98,7 +99,7 @@ def sweep_offline(llm: LLM, options: SweepOptions, on_point: OnPoint = lambda: N
             f"concurrency={max(options.concurrency)} is above max_num_seqs={seqs}: raise this, or "
             "lower the points"
         )
-    found = Sweep()
+    found = Sweep(synthetic=llm.config.synthetic_acceptance)
     vocab = vocab_bounds(llm.facts.vocab_size)
     seeds = itertools.count(options.seed * 1_000_003)
     wave_seconds = 0.0
@@ -147,6 +148,7 @@ async def sweep_server(
             )
         wave_seconds, before = run.duration_s / waves, level
         found.points.append(_server_point(level, summary))
+        found.synthetic = run.synthetic
         found.notes += [note for note in run.notes if note not in found.notes]
         on_point()
     return found

@@ -34,6 +34,7 @@ from octavo.messages import (
     TokenMasks,
 )
 from octavo.speculative.registry import make_host_proposer
+from octavo.speculative.synthetic import show_rates
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,11 @@ class EngineCore:
         if config.enable_prefix_caching and facts.pooling_type in (None, "LAST"):
             hasher = BlockHasher(config.prefix_caching_hash_algo, facts.cache_root, config.block_size)
         logger.info("engine ready: %s", ", ".join(f"{name} {value}" for name, value in facts.summary.items()))
+        if config.synthetic_acceptance is not None:
+            logger.warning(
+                "synthetic acceptance of drafts is on (%s): what this engine answers is not the model's text",
+                show_rates(config.synthetic_acceptance),
+            )
         # Rows that were computed before can't be skipped where all of them make the vector.
         num_host_blocks = facts.num_host_blocks if facts.pooling_type in (None, "LAST") else 0
         self.kv = KVManager(

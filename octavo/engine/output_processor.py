@@ -57,8 +57,9 @@ def _error_of(output: CoreOutput) -> OctavoError | None:
 class OutputProcessor:
     """Owns the requests under way on the front end's side. Not safe for threads: one caller at a time."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, synthetic_acceptance: list[float] | None = None):
+        """`synthetic_acceptance`: what every output is marked with."""
+        self._tokenizer, self._synthetic = tokenizer, synthetic_acceptance
         self._by_core_id: dict[str, tuple[_Live, _Choice]] = {}
         self._live: dict[str, _Live] = {}
 
@@ -151,6 +152,7 @@ class OutputProcessor:
             live.prompt_logprobs,
             live.num_cached_tokens,
             live.metrics,
+            self._synthetic,
         )
 
     def _digest(
@@ -243,4 +245,5 @@ class OutputProcessor:
             prompt_logprobs=live.prompt_logprobs,
             num_cached_tokens=live.num_cached_tokens,
             metrics=live.metrics,
+            synthetic_acceptance=self._synthetic,
         )

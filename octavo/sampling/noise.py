@@ -31,6 +31,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MUL1 = _signed(0xBF58476D1CE4E5B9)
 _MUL2 = _signed(0x94D049BB133111EB)
 _CHOICE = 0xD1B54A32D192ED03
+_JUDGEMENT = _signed(0xA0761D6478BD642F)
 
 
 def splitmix64(x: Int64Array) -> Int64Array:
@@ -72,3 +73,15 @@ def row_keys(state: Int64Array, position: Int64Array) -> tuple[Int64Array, Int64
     """
     key = splitmix64(state + position * _GOLDEN)
     return key, key >> 32
+
+
+def judgement_uniforms(state: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """By what synthetic acceptance judges the draft at `position`: float64 in [0, 1), `[rows]`.
+
+    Independent of the noise that the position's token is drawn with.
+
+    Args:
+        state, position: int64, as `row_keys` takes them.
+    """
+    key = splitmix64(splitmix64(state ^ _JUDGEMENT) + position * _GOLDEN)
+    return ((key >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -88,6 +88,7 @@ class Sampler:
         token_table: torch.Tensor,
         max_known: np.ndarray | None = None,
         masks: RowMasks | None = None,
+        given: torch.Tensor | None = None,
     ) -> SampleOutput:
         """Sample one token per row.
 
@@ -102,6 +103,7 @@ class Sampler:
             max_known: integers `[rows]` on the host, upper bounds of `num_known`; bounds the work of
                 penalties. Without it they look at the whole table on a GPU.
             masks: for rows whose slots have a form (`state.GRAMMAR`).
+            given: int32 `[rows]`, the tokens that rows yield whatever is drawn there; -1: what is drawn.
         """
         rows, vocab = logits.shape
         if vocab != self.state.vocab_size:
@@ -109,7 +111,7 @@ class Sampler:
         if rows == 0:
             return SampleOutput(torch.empty(0, dtype=torch.int32, device=logits.device))
         needs = self._needs(slots)
-        given = logits
+        own = logits
         if masks is not None:
             logits = logits.clone() if needs & st.LOGPROBS else logits  # those tell of the model's own
             ops.forbid_tokens(logits, masks.rows, masks.bits)
@@ -118,9 +120,11 @@ class Sampler:
         else:
             self.state.flush()
             tokens = self._draw_pieces(logits, slots, slots_device, num_known, token_table, max_known)
+        if given is not None:
+            tokens = torch.where(given >= 0, given, tokens)
         if not needs & st.LOGPROBS:
             return SampleOutput(tokens)
-        return SampleOutput(tokens, self._logprobs(given, slots, tokens))
+        return SampleOutput(tokens, self._logprobs(own, slots, tokens))
 
     def is_greedy(self, slots: np.ndarray) -> bool:
         """Whether all rows take the likeliest token and report nothing else of it."""

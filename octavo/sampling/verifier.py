@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from octavo.sampling import state as st
 from octavo.sampling.logprobs import PackedLogprobs
+from octavo.sampling.noise import judgement_uniforms
 from octavo.sampling.processors import upload
 from octavo.sampling.sampler import RowMasks, Sampler
 
@@ -38,10 +41,17 @@ class Verifier:
     1..i, and chooses the token of its position with the noise of that position. Draft i + 1 stands if
     it equals row i's token and all drafts before it stood. So the tokens are those of plain decoding,
     at any draft length (exactly, where the rows' logits are equal).
+
+    With synthetic acceptance chance judges instead, by the request's seed and the position alone: a draft
+    that stands is the token of its row, and behind the last of them comes what was drawn there.
     """
 
-    def __init__(self, sampler: Sampler):
+    def __init__(self, sampler: Sampler, synthetic: Sequence[float] | None = None):
+        """`synthetic`: how likely each draft is to stand if all before it do; None: the rows decide."""
         self.sampler = sampler
+        self._rates: torch.Tensor | None = None
+        if synthetic is not None:
+            self._rates = torch.tensor(synthetic, dtype=torch.float64, device=sampler.state.device)
 
     def __call__(
         self,
@@ -90,6 +100,15 @@ class Verifier:
         packed = upload(np.concatenate((request, offset, start[:-1], num_drafts)), logits.device)
         request_d, offset_d, start_d, drafts_d = packed.split((len(request), len(request), n, n))
         known = num_known.long()
+        column = torch.arange(width + 1, device=logits.device)[None, :]
+        position = known[:, None] + column[:, :-1]
+        drafted = token_table[slots_device.long()[:, None], position.clamp_max(token_table.shape[1] - 1)]
+        is_draft = column[:, :-1] < drafts_d[:, None]
+        chosen = given = None
+        if self._rates is not None:
+            chosen = self._by_chance(self._rates[:width], slots_device, position) & is_draft
+            given = torch.nn.functional.pad(torch.where(chosen, drafted, -1), (0, 1), value=-1)
+            given = given[request_d, offset_d]
         out = self.sampler(
             logits,
             slots[request],
@@ -98,12 +117,19 @@ class Verifier:
             token_table,
             None if max_known is None else max_known[request] + offset,
             masks,
+            given,
         )
-        column = torch.arange(width + 1, device=logits.device)[None, :]
         rows = torch.minimum(start_d[:, None] + column, (start_d + drafts_d)[:, None])
         tokens = out.tokens[rows]
-        position = (known[:, None] + column[:, :-1]).clamp_max(token_table.shape[1] - 1)
-        drafted = token_table[slots_device.long()[:, None], position]
-        stands = (drafted == tokens[:, :-1]) & (column[:, :-1] < drafts_d[:, None])
+        stands = (drafted == tokens[:, :-1]) & is_draft if chosen is None else chosen
         num_tokens = 1 + stands.int().cumprod(-1).sum(-1)
         return VerifyOutput(tokens, num_tokens.int(), start, out.logprobs)
+
+    def _by_chance(
+        self, rates: torch.Tensor, slots_device: torch.Tensor, position: torch.Tensor
+    ) -> torch.Tensor:
+        """Which drafts (bool `[n, k]`, at `position`) are to stand if all before them do."""
+        state = self.sampler.state
+        state.flush()
+        seeds = state.table.view(torch.int64)[:, st.SEED].index_select(0, slots_device)
+        return judgement_uniforms(seeds[:, None], position) < rates

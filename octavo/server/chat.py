@@ -140,7 +140,14 @@ class ChatJob:
         """The whole answer."""
         usage = UsageCount()
         choices: list[ChatChoice] = []
-        answer = ChatCompletion(self.id, self.created, self.model, choices, usage.total())
+        answer = ChatCompletion(
+            self.id,
+            self.created,
+            self.model,
+            choices,
+            usage.total(),
+            synthetic_acceptance=self.service.synthetic,
+        )
         async with aclosing(self.results()) as results:
             async for batch in results:
                 for index, out in batch:
@@ -191,13 +198,11 @@ class ChatJob:
                         if new or output.finish_reason or choice.logprobs or choice.token_ids or continuous:
                             if continuous:
                                 interim = usage.total()
-                            events.append(
-                                event(ChatChunk(self.id, self.created, self.model, [choice], interim))
-                            )
+                            events.append(event(self._chunk([choice], interim)))
                 if events:
                     yield events[0] if len(events) == 1 else b"".join(events)
         if with_usage:
-            yield event(ChatChunk(self.id, self.created, self.model, [], usage.total())) + DONE
+            yield event(self._chunk([], usage.total())) + DONE
         else:
             yield DONE
 
@@ -208,9 +213,13 @@ class ChatJob:
 
         def chunk(index: int, text: str) -> ChatChunk:
             choice = ChatChunkChoice(index, Delta(content=text), None, None)
-            return ChatChunk(self.id, self.created, self.model, [choice], usage)
+            return self._chunk([choice], usage)
 
         return [TextEvents(functools.partial(chunk, index)) for index in range(self.params.n)]
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None | UnsetType) -> ChatChunk:
+        marked = self.service.synthetic
+        return ChatChunk(self.id, self.created, self.model, choices, usage, synthetic_acceptance=marked)
 
     def results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Run the request: what is new after each step."""
@@ -236,9 +245,7 @@ class ChatJob:
 
     def _first_event(self, index: int, delta: Delta, usage: Any) -> bytes:
         """What comes before any token: the role, then what is echoed."""
-        chunk = ChatChunk(
-            self.id, self.created, self.model, [ChatChunkChoice(index, delta, None, None)], usage
-        )
+        chunk = self._chunk([ChatChunkChoice(index, delta, None, None)], usage)
         if self.body.return_token_ids and index == 0 and delta is _ROLE:
             chunk.prompt_token_ids = self.prompt
         return event(chunk)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
@@ -23,6 +23,7 @@ from octavo.server.protocol import (
     CompletionChunk,
     CompletionLogprobs,
     CompletionRequest,
+    Usage,
 )
 from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
@@ -130,7 +131,14 @@ class _CompletionJob:
                         usage.add(0 if self.echo_only else len(output.token_ids))
                         choices.append(self._choice(index, out, output, text))
         choices.sort(key=lambda choice: choice.index)
-        return Completion(self.id, self.created, self.model, choices, usage.total())
+        return Completion(
+            self.id,
+            self.created,
+            self.model,
+            choices,
+            usage.total(),
+            synthetic_acceptance=self.service.synthetic,
+        )
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer in pieces: one item per engine step."""
@@ -166,14 +174,12 @@ class _CompletionJob:
                             or choice.token_ids
                             or continuous
                         ):
-                            chunk = CompletionChunk(self.id, self.created, self.model, [choice])
-                            if with_usage:
-                                chunk.usage = usage.total() if continuous else None
-                            events.append(event(chunk))
+                            told = (usage.total() if continuous else None) if with_usage else UNSET
+                            events.append(event(self._chunk([choice], told)))
                 if events:
                     yield events[0] if len(events) == 1 else b"".join(events)
         if with_usage:
-            yield event(CompletionChunk(self.id, self.created, self.model, [], usage.total())) + DONE
+            yield event(self._chunk([], usage.total())) + DONE
         else:
             yield DONE
 
@@ -188,9 +194,13 @@ class _CompletionJob:
 
         def chunk(text: str) -> CompletionChunk:
             choice = CompletionChoice(position, text, None, None, None)
-            return CompletionChunk(self.id, self.created, self.model, [choice], None if with_usage else UNSET)
+            return self._chunk([choice], None if with_usage else UNSET)
 
         return TextEvents(chunk)
+
+    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> CompletionChunk:
+        marked = self.service.synthetic
+        return CompletionChunk(self.id, self.created, self.model, choices, usage, synthetic_acceptance=marked)
 
     def _results(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         return self.service.results(

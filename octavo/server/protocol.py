@@ -221,6 +221,10 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
+Synthetic = list[float] | UnsetType
+"""Marks answers of a benchmark in which drafts stand by chance, with the rates: no text of the model's."""
+
+
 class PromptTokensDetails(Struct):
     """Parts of the prompt's tokens."""
 
@@ -282,6 +286,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     usage: Usage
     object: Literal["text_completion"] = "text_completion"
+    synthetic_acceptance: Synthetic = UNSET
 
 
 class CompletionChunk(Struct):
@@ -293,6 +298,7 @@ class CompletionChunk(Struct):
     choices: list[CompletionChoice]
     usage: Usage | None | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
+    synthetic_acceptance: Synthetic = UNSET
 
 
 class TopLogprob(Struct):
@@ -349,6 +355,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    synthetic_acceptance: Synthetic = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -384,6 +391,7 @@ class ChatChunk(Struct):
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    synthetic_acceptance: Synthetic = UNSET
 
 
 class Embedding(Struct):

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from msgspec import UNSET
+
 from octavo.config import EngineConfig
 from octavo.errors import EngineAsleepError, RequestError
 from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus, SleepStatus
@@ -23,6 +25,7 @@ from octavo.server.metrics import Metrics, RequestRecord, cache_labels
 from octavo.server.otlp import check_endpoint
 from octavo.server.page.cache import Cached
 from octavo.server.params import named_by
+from octavo.server.protocol import Synthetic
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.server.tracing import RequestTrace, RequestTracer
@@ -109,6 +112,7 @@ class Service:
 
     `jobs` holds the tasks of requests that the engine is answering; `ended` those among them that the
     server itself ends, with what their clients are told. `unfinished` counts choices that the engine has.
+    `synthetic` is what all answers are marked with where chance judges drafts.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Service:
         """`keys`: those of the settings, if they have been read already."""
         self.engine = engine
         self.config = config
+        self.synthetic: Synthetic = engine.config.synthetic_acceptance or UNSET
         self.names = list(config.served_model_name or [engine.config.model or engine.model_name])
         self.created = int(time.time())
         template = engine.config.chat_template
@@ -140,6 +145,7 @@ class Service:
             facts.summary.get("weights", ""),
             prefix=config.metrics_prefix,
             cache=cache_labels(engine.config),
+            synthetic_acceptance=engine.config.synthetic_acceptance,
         )
         self.responses = ResponseStore(config.response_store_bytes)
         endpoint = config.otlp_traces_endpoint

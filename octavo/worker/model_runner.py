@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class ModelRunner:
         use_graphs: bool = False,
         records: bool = False,
         max_drafts: int = 0,
+        synthetic_acceptance: Sequence[float] | None = None,
     ):
         self.model = model
         self.device = device
@@ -76,7 +77,7 @@ class ModelRunner:
         self.kv_caches = kv_caches
         self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device, model.cascades())
         self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
-        self.verifier = Verifier(Sampler(self.sampling))
+        self.verifier = Verifier(Sampler(self.sampling), synthetic_acceptance)
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)

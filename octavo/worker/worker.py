@@ -470,6 +470,7 @@ class Worker:
             max_drafts=0
             if self.config.speculative is None
             else self.config.speculative.num_speculative_tokens,
+            synthetic_acceptance=self.config.synthetic_acceptance,
         )
 
     def _records_steps(self) -> bool:

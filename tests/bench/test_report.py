@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.report import check_writable, make_folder
+from octavo.bench.report import Report, as_json, check_writable, make_folder
 from octavo.errors import ConfigError
 
 
@@ -35,3 +35,11 @@ def test_folders_that_cannot_be_made(tmp_path, path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="^profile='.*' cannot be written to"):
         make_folder(path.format(tmp_path), "profile")
+
+
+def test_synthetic_acceptance_is_told_in_the_table_and_in_the_file():
+    report = Report("latency", {}, {"num_iters": 3}, [], "the table")
+    assert report.marked(None) == report
+    marked = report.marked([0.8, 0.5])
+    assert "SYNTHETIC acceptance of drafts, 0.8,0.5" in marked.text
+    assert as_json(marked)["summary"] == {"synthetic_acceptance": [0.8, 0.5], "num_iters": 3}

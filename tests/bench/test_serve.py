@@ -76,6 +76,13 @@ def test_our_server_counts_itself(path):
     assert "Goodput" in shown
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_server_whose_drafts_stand_by_chance_is_found_out(path):
+    for given, want in ((None, None), ({"method": "ngram", "synthetic_acceptance": "0.5"}, [0.5])):
+        with running(FakeEngine(speculative_config=given)) as server:
+            assert drive(server.url, [WorkItem(3, text="hi")], path=path).synthetic == want
+
+
 def test_a_server_without_a_tokenizer_takes_ids():
     async def handler(request, writer):
         if request.method == "GET":

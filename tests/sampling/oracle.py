@@ -24,6 +24,12 @@ def keys(seed: int, position: int) -> tuple[int, int]:
     return key & MASK32, key >> 32
 
 
+def judgement(seed: int, position: int) -> float:
+    """By what synthetic acceptance judges the draft at a position."""
+    state = splitmix64(splitmix64(seed & MASK64) ^ 0xA0761D6478BD642F)
+    return (splitmix64((state + position * 0x9E3779B97F4A7C15) & MASK64) >> 11) * 2.0**-53
+
+
 def uniform(v: int, k0: int, k1: int) -> float:
     x = (v * 0x9E3779B1 + k0) & MASK32
     x ^= x >> 16

@@ -144,7 +144,8 @@ CALLS: list[tuple[str, str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engine = FakeEngine(torch_profiler_dir="traces")
+    synthetic = {"method": "ngram", "synthetic_acceptance": [0.5]}  # whose answers have a field more
+    engine = FakeEngine(torch_profiler_dir="traces", speculative_config=synthetic)
     engine.replies = {"Tools?": REPLY}
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     with running(engine, enable_auto_tool_choice=True, enable_dev_endpoints=True, **settings) as server:

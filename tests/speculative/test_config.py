@@ -50,6 +50,86 @@ def test_refused(given, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(synthetic_acceptance=[0.8, 0.5, 0]),
+        dict(synthetic_acceptance="0.8,0.5,0"),
+        dict(rejection_sample_method="synthetic", synthetic_acceptance=(0.8, 0.5, 0.0)),
+        dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.8, 0.4, 0.0]),
+    ],
+)
+def test_synthetic_acceptance_has_one_meaning_however_it_is_told(given):
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    config = EngineConfig(speculative_config={"method": "suffix", **given})
+    settled = config.speculative
+    assert settled.num_speculative_tokens == 3
+    assert config.synthetic_acceptance == pytest.approx([0.8, 0.5, 0.0])
+    assert settled.rejection_sample_method == "synthetic" and settled.synthetic_acceptance_rates is None
+    assert "SYNTHETIC acceptance 0.8,0.5,0" in settled.describe()
+    assert read_speculative_config(plain(settled), None, None) == settled
+    beside = EngineConfig(
+        speculative_config={"method": "suffix"}, speculative_synthetic_acceptance="0.8,0.5,0"
+    )
+    assert beside.synthetic_acceptance == config.synthetic_acceptance
+
+
+@pytest.mark.parametrize(
+    ("length", "rates"), [(1, [0, 0, 0]), (2.5, [1, 0.5, 0]), (4, [1, 1, 1]), (3.25, [1, 1, 0.25])]
+)
+def test_a_mean_length_is_met(length, rates):
+    given = dict(num_speculative_tokens=3, rejection_sample_method="synthetic")
+    config = EngineConfig(
+        speculative_config={"method": "ngram", **given, "synthetic_acceptance_length": length}
+    )
+    assert config.synthetic_acceptance == pytest.approx(rates)
+
+
+def test_acceptance_is_the_model_s_where_nothing_is_said():
+    for config in (EngineConfig(), EngineConfig(speculative_config={"method": "ngram"})):
+        assert config.synthetic_acceptance is None
+    described = EngineConfig(
+        speculative_config={"method": "ngram", "rejection_sample_method": "strict"}
+    ).speculative.describe()
+    assert "SYNTHETIC" not in described
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(synthetic_acceptance="0.8,often"), "'often' is no number"),
+        (dict(synthetic_acceptance="1.2"), "1.2 is no probability"),
+        (dict(synthetic_acceptance=[0.5, float("nan")]), "nan is no probability"),
+        (dict(synthetic_acceptance=[]), "is not valid"),
+        (dict(synthetic_acceptance=[True]), "is not valid"),
+        (dict(synthetic_acceptance="0.8,0.6", num_speculative_tokens=3), "it has 2 rates"),
+        (dict(synthetic_acceptance=[0.5] * 40), "num_speculative_tokens=40"),
+        (dict(synthetic_acceptance_rates=[0.8]), "is for rejection_sample_method='synthetic'"),
+        (dict(synthetic_acceptance_length=2), "is for rejection_sample_method='synthetic'"),
+        (dict(rejection_sample_method="synthetic"), "needs rates"),
+        (
+            dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.5, 0.6]),
+            "0.6 is above 0.5",
+        ),
+        (
+            dict(rejection_sample_method="synthetic", synthetic_acceptance_length=7),
+            "5 yield 6 tokens at most",
+        ),
+        (dict(synthetic_acceptance="0.5", synthetic_acceptance_length=2), "two names of one setting"),
+        (dict(rejection_sample_method="probabilistic"), "rejection_sample_method='probabilistic'"),
+    ],
+)
+def test_synthetic_acceptance_is_refused_by_name(given, words):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(speculative_config={"method": "ngram", **given})
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_synthetic_acceptance_without_a_method_is_refused():
+    with pytest.raises(ConfigError, match="nothing drafts: give speculative_config with a method"):
+        EngineConfig(speculative_synthetic_acceptance="0.8")
+
+
 def test_suffix_drafts_as_many_tokens_as_it_looks_for():
     def tokens(**given) -> int:
         return EngineConfig(

@@ -93,4 +93,5 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
     summary = {"model": name, **summarize_growth(found)}
     records = [*summary["by_context"], *summary["by_batch"]]
     settings = {**asdict(options), "engine": shown(config)}
-    return Report("growth", settings, summary, records, render_growth(found))
+    report = Report("growth", settings, summary, records, render_growth(found))
+    return report.marked(config.synthetic_acceptance)

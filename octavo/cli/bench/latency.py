@@ -56,4 +56,5 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         for each in iterations
     ]
     settings = {**asdict(options), "engine": shown(config)}
-    return Report("latency", settings, summary, records, render_latency(summary, options))
+    report = Report("latency", settings, summary, records, render_latency(summary, options))
+    return report.marked(config.synthetic_acceptance)

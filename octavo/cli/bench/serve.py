@@ -188,9 +188,10 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
     summary = summarize_serve(run, goodput, args.metric_percentiles)
     settings = {"base_url": target.url, **asdict(options), "workload": asdict(spec), "goodput": goodput}
     text = render_serve(summary, args.percentile_metrics, args.metric_percentiles)
-    return Report(
+    report = Report(
         "serve", settings, summary, records_as_json(run.records), text, failed=not summary["completed"]
     )
+    return report.marked(run.synthetic)
 
 
 def _drive(

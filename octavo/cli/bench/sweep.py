@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         write(args.plot, plot_sweep(found, options, name), "plot")
     points = [asdict(point) for point in found.points]
     summary = {"model": name, "notes": found.notes, "points": points}
-    return Report("sweep", settings, summary, points, render_sweep(found, options))
+    return Report("sweep", settings, summary, points, render_sweep(found, options)).marked(found.synthetic)
 
 
 def _of_server(

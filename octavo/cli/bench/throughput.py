@@ -85,4 +85,5 @@ def measure(args: argparse.Namespace, engines: Engines) -> Report:
         summary["profile"] = profile_run(llm, items, params)
     sampling = {"temperature": args.temperature, "ignore_eos": ignore_eos, "detokenize": detokenize}
     settings = {**asdict(options), "workload": asdict(spec), **sampling, "engine": shown(config)}
-    return Report("throughput", settings, summary, records, render_throughput(summary))
+    report = Report("throughput", settings, summary, records, render_throughput(summary))
+    return report.marked(config.synthetic_acceptance)

@@ -6,7 +6,7 @@ answers pass through the server. The text before each name's colon is a setting,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
@@ -58,6 +58,7 @@ class Metrics(Collector):
         *,
         prefix: str = "octavo",
         cache: Mapping[str, str] | None = None,
+        synthetic_acceptance: Sequence[float] | None = None,
     ):
         """Set them up.
 
@@ -66,9 +67,10 @@ class Metrics(Collector):
             weights: how they are kept (`ModelFacts.summary`).
             prefix: stands before the colon of every name.
             cache: settings of the KV cache by name.
+            synthetic_acceptance: by which drafts stand in a benchmark.
         """
         self._namer = Namer(prefix, (model_name, "0"))
-        self._core = CoreMetrics(stats, self._namer, memory or {}, weights, cache or {})
+        self._core = CoreMetrics(stats, self._namer, memory or {}, weights, cache or {}, synthetic_acceptance)
         self._requests = RequestHistograms(max_model_len)
         self.http = HttpRequests()
         self._engine_up = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -96,6 +96,7 @@ class CoreMetrics:
         memory: bytes by what holds them (`ModelFacts.memory`).
         weights: how they are kept (`ModelFacts.summary`).
         cache: the settings of the KV cache, as `cache_config_info` tells them.
+        synthetic: rates by which drafts stand in a benchmark; None: the model judges them.
     """
 
     def __init__(
@@ -105,12 +106,14 @@ class CoreMetrics:
         memory: Mapping[str, int],
         weights: str,
         cache: Mapping[str, str],
+        synthetic: Sequence[float] | None = None,
     ):
         self._stats = stats
         self._namer = namer
         self._memory = memory
         self._weights = weights
         self._cache = cache
+        self._synthetic = synthetic
         self._throughput = Throughput()
 
     def collect(self, engine_up: bool) -> Iterator[Metric]:
@@ -157,6 +160,13 @@ class CoreMetrics:
 
     def _speculation(self, stats: CoreStats) -> Iterator[Metric]:
         """What became of drafts; nothing while none is made."""
+        if self._synthetic is not None:
+            yield self._namer.gauges(
+                "spec_decode_synthetic_acceptance",
+                "Benchmark: drafts stand by chance, this likely if all before them do.",
+                "position",
+                {str(place): rate for place, rate in enumerate(self._synthetic)},
+            )
         if not stats.spec_drafts:
             return
         for name, text, field in _SPECULATION:

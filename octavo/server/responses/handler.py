@@ -267,4 +267,5 @@ def _begun(service: Service, body: ResponseRequest, chat: ChatJob) -> ResponseOb
         top_logprobs=body.top_logprobs or 0,
         top_p=chat.params.top_p,
         user=body.user,
+        synthetic_acceptance=chat.service.synthetic,
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, field
 
-from octavo.server.protocol import TokenLogprob
+from octavo.server.protocol import Synthetic, TokenLogprob
 from octavo.server.tools.protocol import ToolName
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -290,6 +290,7 @@ class ResponseObject(Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
+    synthetic_acceptance: Synthetic = UNSET
 
 
 class ResponseDeleted(Struct):
