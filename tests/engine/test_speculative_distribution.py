@@ -13,6 +13,7 @@ import torch
 from octavo import SamplingParams
 from tests import tiny
 from tests.engine.test_llm_parity import make
+from tests.tiny import eagle3
 
 VARIANT, DRAFT = "llama", "qwen2"
 ALPHABET = (7, 8, 9)
@@ -28,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": dict(method="ngram", prompt_lookup_min=1),
     "suffix": dict(method="suffix"),
     "draft_model": dict(method="draft_model"),
+    "eagle3": dict(method="eagle3"),
 }
 
 
@@ -80,6 +82,8 @@ def test_answers_are_as_frequent_as_they_are_likely(method: str):
         config = dict(METHODS[method], num_speculative_tokens=2, adaptive=False)
         if method == "draft_model":
             config["model"] = str(tiny.checkpoint(DRAFT))
+        if method == "eagle3":
+            config["model"] = str(eagle3.head("speculators", VARIANT))
         settings["speculative_config"] = config
     with make(VARIANT, max_num_seqs=32, check_invariants=False, **settings) as llm:
         for penalties, given in PENALTIES.items():
