@@ -1,5 +1,7 @@
 """Drafts in the scheduler, over the pretend model: tokens, counts, limits, blocks."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -132,3 +134,27 @@ def test_earlier_outputs_are_drafted_from_but_not_salted_ones(salt: str | None):
         accepted.append(core.stats().spec_accepted_tokens)
     again = accepted[1] - accepted[0]
     assert (again > 25) == (salt is None), accepted
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_drafts_where_blocks_are_short_preempt_no_more_than_no_drafts(right: float):
+    """Over many loads that don't fit: blocks of drafts that are not there any more are nobody's loss."""
+    counts = []
+    for drafts in (0, 8):
+        preempted = 0
+        for seed in range(12):
+            draw = random.Random(seed)
+            settings = dict(num_blocks=30, enable_prefix_caching=False, check_invariants=False)
+            core = core_with(drafts, right, **settings) if drafts else sim.make_core(**settings)
+            asked = [
+                ([draw.randrange(1000) for _ in range(draw.randint(4, 30))], draw.randint(5, 60))
+                for _ in range(20)
+            ]
+            for i, (prompt, most) in enumerate(asked):
+                core.add(sim.request(f"r{i}", prompt, most))
+            outputs = sim.run(core)
+            for i, (prompt, most) in enumerate(asked[::5]):
+                assert sim.tokens_of(outputs[f"r{5 * i}"]) == sim.expected(prompt, most)
+            preempted += core.stats().num_preemptions
+        counts.append(preempted)
+    assert counts[0] >= counts[1] > 0, counts
