@@ -16,16 +16,23 @@ METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
     "suffix": "drafts what followed the newest tokens most often, in the request or in earlier outputs",
     "draft_model": "lets a smaller model of the same vocabulary (`model`) go ahead",
+    "pard": "the same, of a model that was taught to draft all tokens in one pass (PARD)",
     "eagle3": "lets an EAGLE-3 head (`model`) of the target draft from its hidden states",
 }
 """What each method does, in the order of the documentation."""
 
 MOST_DRAFTS = 32
 
+WHOLE_MODELS = ("draft_model", "pard")
+"""Methods whose `model` is a whole language model."""
+
+_WITH_MODEL = (*WHOLE_MODELS, "eagle3")
+
 _USED_BY: dict[str, tuple[str, ...]] = {
-    "model": ("draft_model", "eagle3"),
-    "revision": ("draft_model", "eagle3"),
-    "quantization": ("draft_model", "eagle3"),
+    "model": _WITH_MODEL,
+    "revision": _WITH_MODEL,
+    "quantization": _WITH_MODEL,
+    "parallel_drafting": WHOLE_MODELS,
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -48,11 +55,14 @@ class SpeculativeConfig:
         high=MOST_DRAFTS,
     )
     model: str | None = setting(
-        None, "Folder, GGUF file or hub id of the draft model (draft_model), or of the head (eagle3)."
+        None, "Folder, GGUF file or hub id of the draft model (draft_model, pard), or of the head (eagle3)."
     )
     revision: str | None = setting(None, "Branch, tag or commit of a draft model from the hub.")
     quantization: str | None = setting(
         None, "How the draft's weights are stored: as the engine's setting of this name."
+    )
+    parallel_drafting: bool = setting(
+        False, "With draft_model: the same as method pard, which always does. vLLM's way to write it."
     )
     adaptive: bool = setting(
         True,
@@ -113,8 +123,10 @@ class SpeculativeConfig:
                     f"method={self.method!r} has no {spec.name}, and {spec.name}={value!r} is given: leave "
                     f"it out, or take {' or '.join(users)}"
                 )
-        if self.method in _USED_BY["model"] and self.model is None:
-            kinds = "folder or hub id" if self.method == "eagle3" else "folder, GGUF file or hub id"
+        if self.parallel_drafting or self.method == "pard":
+            self.method, self.parallel_drafting = "pard", True
+        if self.method in _WITH_MODEL and self.model is None:
+            kinds = "folder, GGUF file or hub id" if self.method == "draft_model" else "folder or hub id"
             raise ConfigError(f"method={self.method!r} needs a model: name its {kinds}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(

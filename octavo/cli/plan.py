@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import EngineConfig, add_config_arguments, config_from_args, parse_amount
 from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig
+from octavo.speculative_config import WHOLE_MODELS
 
 if TYPE_CHECKING:
     from octavo.planning.advice import Advice
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(described_model(config))
         speculative, draft = config.speculative, None
-        if speculative is not None and speculative.method == "draft_model":
+        if speculative is not None and speculative.method in WHOLE_MODELS:
             draft = stack.enter_context(described_model(draft_settings(config, speculative)))
         planner = Planner(source, config.model_impl, draft)
         plan = planner.plan(config, machine, layout, args.request_len)

@@ -106,7 +106,7 @@ class EngineCore:
                 look_ahead=config.look_ahead_admission,
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 adaptive_drafts=speculative is None or speculative.adaptive,
-                head_drafts=speculative is not None and speculative.method == "eagle3",
+                draft_method="draft_model" if speculative is None else speculative.method,
             ),
             self.kv,
             None if speculative is None else make_host_proposer(speculative),

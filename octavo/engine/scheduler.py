@@ -23,6 +23,7 @@ from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.head_drafting import HeadDrafting
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.outlook import Outlook
+from octavo.engine.parallel_drafting import ParallelDrafting
 from octavo.engine.request import Request, extras_of
 from octavo.engine.results import take_in
 from octavo.engine.sharing import give, share
@@ -49,6 +50,7 @@ from octavo.messages import (
 )
 from octavo.speculative.proposer import HostProposer
 
+_WORKER_DRAFTING: dict[str, type[WorkerDrafting]] = {"eagle3": HeadDrafting, "pard": ParallelDrafting}
 # Rows of logits that drafts may bring a step to where fewer requests than that may run.
 _LOGITS_ROWS = 64
 
@@ -67,7 +69,7 @@ class SchedulerLimits:
     look_ahead: bool = True
     num_speculative_tokens: int = 0
     adaptive_drafts: bool = True
-    head_drafts: bool = False  # what drafts on the workers follows the rows of the steps
+    draft_method: str = "draft_model"  # of what drafts on the workers
 
     @property
     def most_rows(self) -> int:
@@ -107,7 +109,7 @@ class Scheduler:
             self.drafting = HostDrafting(proposer, self._slots, *bounds)
         elif draft_blocks is not None:
             budget = limits.max_num_batched_tokens
-            kind = HeadDrafting if limits.head_drafts else WorkerDrafting
+            kind = _WORKER_DRAFTING.get(limits.draft_method, WorkerDrafting)
             self.drafting = kind(draft_blocks, self._slots, *bounds, budget, draft_max_model_len)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)

@@ -11,7 +11,7 @@ from octavo.kv.draft_blocks import DraftBlocks
 from octavo.messages import DraftOrder, StepPlan, StepResult
 
 _FADE = 0.1
-_PRIOR_COST = 0.3  # of a plain step, that making one draft for all takes, until that was measured
+PRIOR_COST = 0.3  # of a plain step, that making one draft for all takes, until that was measured
 _PRIOR_ROW = 0.02  # of that, that computing one token of a text in the draft's cache takes
 
 
@@ -101,7 +101,7 @@ class WorkerDrafting(Drafting):
         counts = np.arange(most + 1)
         odds = self.adaptation.acceptance.odds(slots[able], self.kinds[slots[able]])[:, :most]
         tokens = n + np.concatenate(([0.0], np.cumsum(odds.sum(axis=0))))
-        seconds = curve[counts * n] + counts * self._draft_cost(n, plain)
+        seconds = curve[counts * n] + self._drafting_seconds(n, counts, plain)
         rates = tokens / seconds
         best = int(rates.argmax())
         behind = self._behind(slots, known)
@@ -112,18 +112,28 @@ class WorkerDrafting(Drafting):
             left = (self.slots.max_total[slots] - known) / 2
             return wanted * best * (behind * row_cost <= left * gain)
         trial = int(np.where(able, behind, np.iinfo(np.int64).max).argmin())
-        cost = most * self._draft_cost(1, plain) + behind[trial] * row_cost
+        cost = float(self._drafting_seconds(1, counts[most:], plain)[0]) + behind[trial] * row_cost
         cost += float(curve[most] - curve[0])
         if self.adaptation.spend(cost):
             none[trial] = most
         return none
 
-    def _draft_cost(self, n: int, plain: float) -> float:
-        """Seconds of one draft for n requests."""
+    def _drafting_seconds(self, n: int, counts: np.ndarray, plain: float) -> np.ndarray:
+        """How long drafting takes, float64 `[m]`.
+
+        Args:
+            n: requests that are drafted for.
+            counts: int64 `[m]`, tokens drafted for each of them.
+            plain: seconds of a step of n requests without drafts.
+        """
         known = np.flatnonzero(~np.isnan(self._cost))
-        if not len(known):
-            return _PRIOR_COST * plain
-        return float(np.interp(n, known, self._cost[known]))
+        one = float(np.interp(n, known, self._cost[known])) if len(known) else PRIOR_COST * plain
+        return counts * one
+
+    def _took(self, counts: np.ndarray, seconds: float) -> None:
+        """Drafting `counts` (int32 `[n]`) tokens, with no text to catch up with, took so long."""
+        n, most = int((counts > 0).sum()), int(counts.max())
+        self._cost[n] = _mixed(self._cost[n], seconds / most)
 
     def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `Drafting`."""
@@ -131,13 +141,13 @@ class WorkerDrafting(Drafting):
         order = plan.propose
         if order is None or not result.draft_seconds or not order.counts.any():
             return
-        n, most, rows = int((order.counts > 0).sum()), int(order.counts.max()), order.catch_up
-        if not rows:
-            self._cost[n] = _mixed(self._cost[n], result.draft_seconds / most)
+        if not order.catch_up:
+            self._took(order.counts, result.draft_seconds)
             return
-        spent = result.draft_seconds - most * self._draft_cost(n, 0.0)
+        n, most = int((order.counts > 0).sum()), order.counts.max(keepdims=True).astype(np.int64)
+        spent = result.draft_seconds - float(self._drafting_seconds(n, most, 0.0)[0])
         if spent > 0:
-            self._row_cost = _mixed(self._row_cost, spent / rows)
+            self._row_cost = _mixed(self._row_cost, spent / order.catch_up)
 
     def _drop(self, slot: int) -> None:
         self._blocks.release(slot)

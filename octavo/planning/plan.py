@@ -28,6 +28,7 @@ from octavo.planning.weights import Stored, WeightBytes, stored_tensors, weight_
 from octavo.quantization.capability import Hardware
 from octavo.quantization.local_hardware import assumed
 from octavo.quantization.scheme import QuantizationConfig
+from octavo.speculative_config import WHOLE_MODELS
 from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
 from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
@@ -284,10 +285,10 @@ class Planner:
         speculative = config.speculative
         if speculative is None or speculative.model is None:
             return None
-        if speculative.method != "draft_model":
+        if speculative.method not in WHOLE_MODELS:
             raise ConfigError(
-                f"method={speculative.method!r} is not planned, only draft_model is: plan without it, and "
-                "leave room for the head"
+                f"method={speculative.method!r} is not planned, only {' and '.join(WHOLE_MODELS)} are: plan "
+                "without it, and leave room for the head"
             )
         own = draft_settings(config, speculative)
         if self._draft_planner is None or self._draft_planner.source.name != speculative.model:

@@ -130,6 +130,10 @@ class Sampler:
         """Whether all rows take the likeliest token and report nothing else of it."""
         return not self._needs(slots)
 
+    def reads_tokens(self, slots: np.ndarray) -> bool:
+        """Whether some row's choice depends on more of the tokens before it than how many there are."""
+        return bool(self._needs(slots) & (st.PENALTY | st.BAD_WORDS))
+
     def _needs(self, slots: np.ndarray) -> int:
         """What the rows need, all together; remembered while the same slots come with the same settings."""
         key = (self.state.version, slots.tobytes())

@@ -28,8 +28,13 @@ class DraftForward(Protocol):
     def set_computed(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
         """How many tokens of each slot (int64 `[n]` both, on the device) the draft's cache holds."""
 
-    def __call__(self, plan: StepPlan) -> torch.Tensor | None:
-        """Logits `[n, vocab]` of the requests that yield a token; None if none does."""
+    def __call__(self, plan: StepPlan, wanted: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Logits `[n, vocab]` of the requests that yield a token; None if none does.
+
+        Args:
+            wanted: int64 `[m]` on the device, rows of the step whose logits `[m, vocab]` are returned
+                instead.
+        """
 
 
 class DraftModel:
@@ -88,6 +93,8 @@ class DraftModel:
             updates: new entries of the draft's block tables.
         """
         self._updates = updates
+        for update in updates:  # a slot whose blocks were taken back begins anew
+            self.enter(update.slots[update.columns == 0])
         chosen = np.flatnonzero(counts)
         if len(chosen):
             self._catch_up(slots[chosen], most_known[chosen])
@@ -133,8 +140,12 @@ class DraftModel:
         start: np.ndarray,
         computed: tuple[torch.Tensor, torch.Tensor] | None,
         samples: bool = True,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """One step of the draft, from `start` on (or from what the device knows: `computed`)."""
+        """One step of the draft, from `start` on (or from what the device knows: `computed`).
+
+        Where logits are read, requests of one row must come first.
+        """
         if not samples:
             device = self._table.device
             computed = upload(slots.astype(np.int64), device), upload(start, device)
@@ -152,5 +163,6 @@ class DraftModel:
                 num_rows=rows[order].astype(np.int32),
                 start=start[order].astype(np.int32),
                 samples=np.full(len(slots), samples),
-            )
+            ),
+            wanted,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.device import DTYPES, choose_quantization
 from octavo.worker.expert_parallel import expert_parallel
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class LoadedDraft:
@@ -31,12 +34,15 @@ class LoadedDraft:
         groups: its KV groups.
         max_model_len: tokens of the longest text that it drafts for.
         name: what the user called it.
+        mask_token: the token in place of those that are not known yet, of a model that drafts several in one
+            pass; None: it drafts one after another.
     """
 
     model: CausalLM
     groups: list[KVGroup]
     max_model_len: int
     name: str
+    mask_token: int | None = None
 
     def num_blocks(self, kv_bytes: int, max_num_seqs: int, most_drafts: int) -> int:
         """Blocks for the draft's KV, of `kv_bytes` in all: `octavo.planning.budget.draft_blocks`.
@@ -77,9 +83,37 @@ def load_draft(
     found = configured_model(own)
     architecture = load_model_config(found, config.model_impl)
     _check_vocabulary(config, own, source, target, found, architecture)
+    mask_token = find_mask_token(found, architecture, speculative.method)
     length = min(max_model_len, architecture.context_length)
     model = fill_draft(config, own, found, architecture, dtype, device, length)
-    return LoadedDraft(model, model.kv_groups(), length, found.name)
+    return LoadedDraft(model, model.kv_groups(), length, found.name, mask_token)
+
+
+def find_mask_token(source: ModelSource, architecture: ModelConfig, method: str) -> int | None:
+    """The token that a model drafts several tokens in one pass by: `pard_token`, or `ptd_token_id`, of its
+    config.json; None unless the method is pard.
+
+    Raises:
+        ConfigError: it states none, or none that it has.
+    """
+    names = ("pard_token", "ptd_token_id")
+    stated = (architecture.extra.get(name) for name in names)
+    token = next((value for value in stated if value is not None), None)
+    if method != "pard":
+        if token is not None:
+            logger.info("%s can draft all tokens in one pass: method='pard' lets it", source.name)
+        return None
+    if token is None:
+        raise ConfigError(
+            f"method='pard': {source.name} states no mask token (pard_token in config.json), so it isn't "
+            "trained to draft several tokens in one pass: use method='draft_model', or a model that is"
+        )
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < architecture.vocab_size:
+        raise ConfigError(
+            f"method='pard': the mask token {token!r} of {source.name} is none of its "
+            f"{architecture.vocab_size} tokens: correct pard_token in its config.json"
+        )
+    return token
 
 
 def draft_settings(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:

@@ -11,6 +11,7 @@ from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
 from octavo.speculative.draft_model import DraftModel
+from octavo.speculative.pard import Pard
 from octavo.worker.draft_tables import DraftTables
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
@@ -43,20 +44,23 @@ class DraftRunner(DraftTables):
         """See `DraftForward`."""
         self.batch.num_computed[slots] = computed
 
-    def __call__(self, plan: StepPlan) -> torch.Tensor | None:
+    def __call__(self, plan: StepPlan, wanted: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `DraftForward`."""
         self.batch.apply(plan)
         inputs = self.batch.layout(plan)
         self.batch.fill(inputs)
-        if self._recorded is not None and self._recorded.takes(plan, inputs):
+        if wanted is None and self._recorded is not None and self._recorded.takes(plan, inputs):
             return self._fit(self._recorded.run(inputs))
         self._model.plan_attention(inputs.meta)
-        inputs.meta[0].wanted_rows = inputs.wanted_rows if self._model.narrows else None
+        narrowed, picked = inputs.wanted_rows, inputs.sample_rows
+        if wanted is not None:
+            narrowed = picked = wanted
+        inputs.meta[0].wanted_rows = narrowed if self._model.narrows else None
         hidden = self._model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
         if not len(inputs.sample_requests):
             return None
-        if inputs.meta[0].wanted_rows is None and inputs.sample_rows is not None:
-            hidden = hidden[inputs.sample_rows]
+        if inputs.meta[0].wanted_rows is None and picked is not None:
+            hidden = hidden[picked]
         return self._fit(self._model.compute_logits(hidden))
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
@@ -95,11 +99,25 @@ class DraftModelDrafter:
 
 
 def attach_draft(
-    runner: ModelRunner, model: Any, groups: list[KVGroup], num_blocks: int, **sizes: Any
+    runner: ModelRunner,
+    model: Any,
+    groups: list[KVGroup],
+    num_blocks: int,
+    mask_token: int | None = None,
+    **sizes: Any,
 ) -> DraftRunner:
-    """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them."""
+    """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them.
+
+    Args:
+        mask_token: of a model that drafts all tokens in one pass; None: it drafts one after another.
+    """
     forward = DraftRunner(model, groups, num_blocks, runner, **sizes)
-    append = batch_kernels(runner.device.type).append_tokens
-    draft = DraftModel(forward, runner.verifier.sampler, runner.batch.token_table, append)
+    parts = (
+        forward,
+        runner.verifier.sampler,
+        runner.batch.token_table,
+        batch_kernels(runner.device.type).append_tokens,
+    )
+    draft = DraftModel(*parts) if mask_token is None else Pard(*parts, mask_token=mask_token)
     runner.draft = DraftModelDrafter(draft)
     return forward

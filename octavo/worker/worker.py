@@ -408,15 +408,18 @@ class Worker:
     def _attach_draft(self, draft: LoadedDraft, blocks: int, length: int) -> DraftRunner | HeadRunner:
         """Let what drafts follow the runner's steps."""
         assert isinstance(self.runner, ModelRunner)
-        sizes = dict(
+        sizes: dict[str, Any] = dict(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=length,
             max_rows=self.max_num_batched_tokens,
         )
         if isinstance(draft.model, Eagle3Head):
             return attach_head(self.runner, draft.model, draft.groups, blocks, **sizes)
-        records = self._records_steps()
-        return attach_draft(self.runner, draft.model, draft.groups, blocks, **sizes, records=records)
+        if draft.mask_token is not None and self.config.speculative is not None:
+            # A pass has up to as many rows for new tokens as for masks, and is never cut.
+            sizes["max_rows"] = max(sizes["max_rows"], 2 * self.config.speculative.num_speculative_tokens)
+        parts = (draft.model, draft.groups, blocks, draft.mask_token)
+        return attach_draft(self.runner, *parts, **sizes, records=self._records_steps())
 
     def _make_tiers(self) -> KVTiers:
         """Allocate the host tier; its size and what its copies compete with enter the facts."""

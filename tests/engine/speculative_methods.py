@@ -11,12 +11,12 @@ import torch
 from octavo import LLM
 from tests import tiny
 from tests.engine.test_llm_parity import make
-from tests.tiny import eagle3
+from tests.tiny import eagle3, pard
 from tests.tiny.models import root
 from tests.tiny.tokenizer import save_tokenizer
 
 TARGET = "llama"
-METHODS = ["ngram", "suffix", "draft_model", "eagle3"]
+METHODS = ["ngram", "suffix", "draft_model", "pard", "eagle3"]
 _NOISE = 0.08
 
 
@@ -41,6 +41,8 @@ def config(method: str, most: int = 4, context: int = tiny.CONTEXT, **fields: An
         given["prompt_lookup_min"] = 1
     if method == "draft_model":
         given["model"] = str(longer(context, _NOISE))
+    if method == "pard":
+        given["model"] = str(pard.checkpoint("qwen2", TARGET, max_position_embeddings=context))
     if method == "eagle3":
         given["model"] = str(eagle3.head("speculators", TARGET))
     return given

@@ -13,7 +13,7 @@ import torch
 from octavo import SamplingParams
 from tests import tiny
 from tests.engine.test_llm_parity import make
-from tests.tiny import eagle3
+from tests.tiny import eagle3, pard
 
 VARIANT, DRAFT = "llama", "qwen2"
 ALPHABET = (7, 8, 9)
@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": dict(method="suffix"),
     "draft_model": dict(method="draft_model"),
     "eagle3": dict(method="eagle3"),
+    "pard": dict(method="pard"),
 }
 
 
@@ -84,6 +85,8 @@ def test_answers_are_as_frequent_as_they_are_likely(method: str):
             config["model"] = str(tiny.checkpoint(DRAFT))
         if method == "eagle3":
             config["model"] = str(eagle3.head("speculators", VARIANT))
+        if method == "pard":
+            config["model"] = str(pard.checkpoint(DRAFT))
         settings["speculative_config"] = config
     with make(VARIANT, max_num_seqs=32, check_invariants=False, **settings) as llm:
         for penalties, given in PENALTIES.items():

@@ -37,6 +37,8 @@ def test_given_as_fields_as_json_as_a_file_and_beside(tmp_path):
         ({"method": "ngram", "suffix_decoding_min_token_prob": 0.5}, "or take suffix"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob=1.5"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth=0"),
+        ({"method": "pard"}, "needs a model"),
+        ({"method": "eagle3", "model": "x", "parallel_drafting": True}, "has no parallel_drafting"),
         ({"num_speculative_tokens": 3}, "names no method"),
         ({}, "names no method"),
         ("{not json", "not JSON"),
@@ -142,6 +144,17 @@ def test_suffix_drafts_as_many_tokens_as_it_looks_for():
     assert tokens(num_speculative_tokens=5) == 5
     assert EngineConfig(speculative_config={"method": "suffix"}, num_speculative_tokens=6).speculative == (
         SpeculativeConfig("suffix", 6)
+    )
+
+
+def test_parallel_drafts_under_both_names():
+    wanted = SpeculativeConfig("pard", 12, model="x")
+    given = {"method": "draft_model", "model": "x", "num_speculative_tokens": 12, "parallel_drafting": True}
+    assert EngineConfig(speculative_config=given).speculative == wanted
+    assert EngineConfig(speculative_config={**given, "method": "pard"}).speculative == wanted
+    assert read_speculative_config(plain(wanted), None, None) == wanted
+    assert EngineConfig(speculative_config={**given, "parallel_drafting": False}).speculative.method == (
+        "draft_model"
     )
 
 
