@@ -96,8 +96,44 @@ class LLM:
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
         self._names = iter(range(1 << 62))
         self._asleep = False
+        self._files: weakref.finalize | None = None  # removes what was written for the engine alone
         self._lock = threading.Lock()  # one call at a time
         self._holder: int | None = None  # the thread whose call it is
+
+    @classmethod
+    def from_transformers(
+        cls, model: Any, tokenizer: Any = None, assistant_model: Any = None, **settings: Any
+    ) -> LLM:
+        """A model that Transformers has loaded, without its files.
+
+        Matrices that Octavo uses as they are stay where they are, shared with the module: don't change
+        either. Those that it merges (query, key and value; gate and up), repacks for the device or has in
+        another type are copied. The module itself is not needed any more.
+
+        Args:
+            model: a causal `PreTrainedModel` with its config, on the device that it shall run on.
+            tokenizer: Transformers' tokenizer of it; None: work with token ids alone.
+            assistant_model: a smaller one of the same vocabulary that drafts for it, as `generate` takes it;
+                `num_speculative_tokens` and other fields of `speculative_config` are settings.
+            settings: as `LLM(...)` takes them, but for `model`, `tokenizer` and `speculative_model`.
+
+        Raises:
+            ConfigError: no model of Transformers, quantized, without contents or not on one device, or a
+                setting that is wrong.
+            ModelError: an architecture that is not supported.
+        """
+        from octavo.models.transformers_modules import GivenModules
+
+        given = GivenModules(model, tokenizer, assistant_model, settings)
+        try:
+            llm = cls(**given.settings)
+        except BaseException:
+            given.remove()
+            raise
+        finally:
+            given.release()
+        llm._files = weakref.finalize(llm, given.remove)
+        return llm
 
     # ---- generation -----------------------------------------------------------------------------
 
@@ -343,6 +379,8 @@ class LLM:
             RequestError: it sleeps already, or cannot.
             EngineDeadError: the engine has ended.
         """
+        if level == 2 and self._files is not None:
+            raise RequestError("level=2 reads weights again, and modules of Transformers are no files: use 1")
         status = cast("SleepStatus", self._ask(Sleep(level), "sleep"))
         if status.error is not None:
             raise RequestError(status.error)
@@ -389,6 +427,8 @@ class LLM:
         A call under way in another thread ends with EngineDeadError.
         """
         self._close()
+        if self._files is not None:
+            self._files()
         self._news.put(EngineDeadError("this LLM was closed during the call"))
 
     def __enter__(self) -> LLM:

@@ -162,10 +162,10 @@ class SpeculativeConfig:
         self.rejection_sample_method, self.synthetic_acceptance = "synthetic", rates
         self.synthetic_acceptance_rates = self.synthetic_acceptance_length = None
 
-    def describe(self) -> str:
-        """One line for the log."""
-        kind = "adaptively" if self.adaptive else "always"
-        name = self.method if self.model is None else f"{self.method} {self.model}"
+    def describe(self, model: str | None = None) -> str:
+        """One line for the log; `model` is what to call what drafts."""
+        kind, model = "adaptively" if self.adaptive else "always", model or self.model
+        name = self.method if model is None else f"{self.method} {model}"
         text = f"{name}, up to {self.num_speculative_tokens} tokens, {kind}"
         if self.synthetic_acceptance is None:
             return text

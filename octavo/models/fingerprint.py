@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.errors import ModelError
 from octavo.models.bin_file import list_bins
@@ -16,6 +17,9 @@ from octavo.models.config import ModelConfig
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.locate import ModelSource
 from octavo.models.safetensors_file import list_files, read_header
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE = 4096
 PAGES_PER_TENSOR = 4
@@ -46,6 +50,9 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
        with 256 such k.
 
     A change elsewhere in a large tensor goes unseen; training and quantization change all of it.
+    Of a model in memory the same is taken of each tensor, in the order of their names: the name, the size in
+    bytes, dtype and shape as text (`float32[64,32]`), and the sampled pages.
+
     The commit of a model from the hub doesn't enter, so that a copy in a folder has the same digest, and
     so have commits that change other files than the weights. One model in other files (a GGUF model
     split or joined, safetensors cut otherwise) has another.
@@ -68,6 +75,14 @@ def fingerprint(source: ModelSource, config: ModelConfig, load_format: str, seed
     add(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii"))
     if load_format == "dummy":
         add(f"dummy:{seed}".encode("ascii"))
+        return digest.digest()
+    if source.held is not None:
+        for name, tensor in sorted(source.held.tensors.items()):
+            add(name.encode())
+            add(struct.pack("<Q", tensor.nbytes))
+            dtype, sizes = str(tensor.dtype).removeprefix("torch."), ",".join(map(str, tensor.shape))
+            add(f"{dtype}[{sizes}]".encode("ascii"))
+            add(sample_tensor(tensor))
         return digest.digest()
     for name, path, header, spans, pages in _files(source, load_format):
         add(name.encode())
@@ -99,6 +114,16 @@ def _files(
             raise ModelError(f"{source.path}: no safetensors file: fetch the model's weights")
         for path in bins:
             yield path.name, path, b"", [(0, path.stat().st_size)], PAGES_PER_BIN
+
+
+def sample_tensor(tensor: torch.Tensor) -> bytes:
+    """The sampled pages of a tensor's bytes in row-major order."""
+    import torch
+
+    size = tensor.nbytes
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    starts = [k * size // PAGES_PER_TENSOR for k in range(PAGES_PER_TENSOR)]
+    return b"".join(bytes(raw[start : start + PAGE].cpu().numpy()) for start in starts)
 
 
 def _sample(path: Path, spans: list[tuple[int, int]], pages: int) -> bytes:

@@ -13,7 +13,6 @@ from octavo.models.gguf_file import GGUFFile
 from octavo.models.hf_config import (
     generation_config_from_folder,
     model_config_from_dict,
-    model_config_from_folder,
 )
 from octavo.models.json_file import read_json
 from octavo.models.locate import ModelSource
@@ -44,16 +43,15 @@ def load_model_config(source: ModelSource, model_impl: str = "auto") -> ModelCon
         file = GGUFFile(source.path)
         check_layers(file.metadata, str(file.path))
         return model_config_from_gguf(file)
-    path, generation = source.path / "config.json", source.path / "generation_config.json"
-    raw = read_json(path)
-    check_layers(raw, str(path))
+    generation, where = source.path / "generation_config.json", source.config_name
+    raw = read_json(source.path / "config.json")
+    check_layers(raw, where)
     causal = with_head(raw)
-    if causal is raw and is_native(raw, model_impl):
-        return model_config_from_folder(source.path)
     given = read_json(generation) if generation.exists() else {}
     if is_native(causal, model_impl):
-        return replace(model_config_from_dict(causal, given, str(path)), extra=raw)
-    return model_config_from_raw(raw, given, str(path))
+        found = model_config_from_dict(causal, given, where)
+        return found if causal is raw else replace(found, extra=raw)
+    return model_config_from_raw(raw, given, where)
 
 
 def load_generation_config(source: ModelSource) -> dict[str, float | int]:
@@ -105,6 +103,11 @@ def iterate_weights(
 
         unit = "el"
         total, weights = dummy_weights(config, targets, dtype, device, seed)
+    elif source.held is not None and load_format == "auto":
+        from octavo.models.in_memory import InMemory, held_weights
+
+        total, weights = held_weights(source.held, targets, config.architecture)
+        return InMemory(source.name, _counted(weights, total, "B", f"Loading {source.name}", progress))
     elif source.kind == "gguf" and load_format in ("auto", "gguf"):
         from octavo.models.gguf_weights import gguf_weights
 
@@ -118,9 +121,8 @@ def iterate_weights(
     else:
         kinds = {"gguf": "a .gguf file", "pt": "a folder with .bin files"}
         wanted = kinds.get(load_format, "a folder with safetensors files")
-        raise ModelError(
-            f"load_format={load_format!r} does not fit {source.path}: give {wanted}, or leave it auto"
-        )
+        what = source.path if source.held is None else source.name
+        raise ModelError(f"load_format={load_format!r} does not fit {what}: give {wanted}, or leave it auto")
     counted = _counted(weights, total, unit, f"Loading {source.path.name}", progress)
     return AsRead(counted) if unit == "B" else counted
 

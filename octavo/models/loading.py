@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -13,6 +14,7 @@ from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.models.ahead import own_threads
 from octavo.models.config import ModelConfig
 from octavo.models.headless import remove_head
+from octavo.models.in_memory import InMemory, SharedMatrices
 from octavo.models.interface import CausalLM
 from octavo.models.mapped_file import release_freed, touched_ahead
 from octavo.models.plausible import check_sizes
@@ -23,6 +25,8 @@ from octavo.parallel.state import tensor_parallel_group
 from octavo.quantization.experts_method import experts_method
 from octavo.quantization.linear_method import LinearMethod, linear_method
 from octavo.quantization.scheme import QuantizationConfig
+
+logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN = 5
 _MOST_AT_ONCE = 8  # layers that are in memory twice
@@ -121,20 +125,30 @@ def load_weights(model: CausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -
     """Fill a built model from full checkpoint tensors, in any order, then let the layers repack.
 
     Each rank is given the full tensors and copies its piece. A tensor may be of any float dtype and
-    on any device, and is not kept.
+    on any device, and is not kept, unless the weights are `InMemory`.
 
     Raises:
         ModelError: tensors that are missing, not expected, given twice or of a wrong shape; one line
             names them. The model is then unusable.
     """
+    shared: SharedMatrices | None = None
     if isinstance(weights, AsRead):
         with touched_ahead(model.parameters()):
+            _fill(model, weights)
+    elif isinstance(weights, InMemory):
+        with SharedMatrices(model) as shared:
             _fill(model, weights)
     else:
         _fill(model, weights)
     release_freed()  # of decoding
     _repack(model)
     release_freed()
+    if shared is not None and isinstance(weights, InMemory):
+        logger.info(
+            "%s: %.1f MB of weights are shared with it, the others are copied: merged, repacked or converted",
+            weights.name,
+            shared.shared_bytes(model) / 1e6,
+        )
 
 
 def _repack(model: CausalLM) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ModelError
 from octavo.models import hub, pull
+from octavo.models.held import HeldModel, held_model
 from octavo.models.hub_files import choose_gguf, gguf_in
 
 if TYPE_CHECKING:
@@ -27,12 +28,19 @@ class ModelSource:
         path: the folder or the file.
         name: what the user called it, or the default model's name.
         revision: the commit of a model from the hub, else None.
+        held: the model in memory whose weights are taken, instead of files of the folder; None: none is.
     """
 
     kind: Literal["folder", "gguf"]
     path: Path
     name: str
     revision: str | None = None
+    held: HeldModel | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def config_name(self) -> str:
+        """What messages call a folder's config."""
+        return str(self.path / "config.json") if self.held is None else f"{self.name}'s config"
 
 
 def configured_model(config: EngineConfig) -> ModelSource:
@@ -159,6 +167,8 @@ def _on_hub(
 
 
 def _in_folder(path: Path, name: str) -> ModelSource:
+    if (held := held_model(path)) is not None:
+        return ModelSource("folder", path, held.name, held=held)
     check_links(path, hub.repository_of(path) or path)
     if (path / "config.json").is_file():
         return ModelSource("folder", path, name)

@@ -56,7 +56,7 @@ def missing(given: Iterable[str], targets: Targets) -> list[str]:
 def check_tensors(
     found: Mapping[str, tuple[int, ...]],
     targets: Targets,
-    where: Path,
+    where: Path | str,
     architecture: str,
 ) -> list[str]:
     """The names to load, after checking that they are just those that the model takes.

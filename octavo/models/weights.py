@@ -85,12 +85,17 @@ def _safetensors(
     for header in headers:
         for name, tensor in header.tensors.items():
             if name in wanted:
-                _check_dtype(str(header.path), name, tensor.dtype, TORCH_DTYPES.get(tensor.dtype), targets)
+                check_dtype(str(header.path), name, tensor.dtype, TORCH_DTYPES.get(tensor.dtype), targets)
     total = sum(t.nbytes for h in headers for name, t in h.tensors.items() if name in wanted)
     return total, _read(headers, wanted, device)
 
 
-def _check_dtype(where: str, name: str, stored: str, dtype: torch.dtype | None, targets: Targets) -> None:
+def check_dtype(where: str, name: str, stored: str, dtype: torch.dtype | None, targets: Targets) -> None:
+    """Refuse a tensor in a type that its target does not take.
+
+    Raises:
+        ModelError: names the types that it takes.
+    """
     wanted = targets[name].dtypes
     if dtype not in wanted:
         kinds = ", ".join(key for key, kind in TORCH_DTYPES.items() if kind in wanted)
@@ -129,7 +134,7 @@ def _bins(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wanted = check_tensors(shapes, targets, folder, architecture)
     for name in wanted:
-        _check_dtype(str(folder), name, str(tensors[name].dtype), tensors[name].dtype, targets)
+        check_dtype(str(folder), name, str(tensors[name].dtype), tensors[name].dtype, targets)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for name in wanted:

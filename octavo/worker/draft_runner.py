@@ -12,6 +12,7 @@ from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
 from octavo.speculative.draft_model import DraftModel
 from octavo.speculative.pard import Pard
+from octavo.worker.draft_loading import LoadedDraft
 from octavo.worker.draft_tables import DraftTables
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
@@ -99,25 +100,15 @@ class DraftModelDrafter:
 
 
 def attach_draft(
-    runner: ModelRunner,
-    model: Any,
-    groups: list[KVGroup],
-    num_blocks: int,
-    mask_token: int | None = None,
-    **sizes: Any,
+    runner: ModelRunner, draft: LoadedDraft, num_blocks: int, most_drafts: int, **sizes: Any
 ) -> DraftRunner:
-    """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them.
-
-    Args:
-        mask_token: of a model that drafts all tokens in one pass; None: it drafts one after another.
-    """
-    forward = DraftRunner(model, groups, num_blocks, runner, **sizes)
-    parts = (
-        forward,
-        runner.verifier.sampler,
-        runner.batch.token_table,
-        batch_kernels(runner.device.type).append_tokens,
-    )
-    draft = DraftModel(*parts) if mask_token is None else Pard(*parts, mask_token=mask_token)
-    runner.draft = DraftModelDrafter(draft)
+    """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them."""
+    mask = draft.mask_token
+    if mask is not None:  # a request's pass, up to as many rows for new tokens as for masks, is never cut
+        sizes["max_rows"] = max(sizes["max_rows"], 2 * most_drafts)
+    forward = DraftRunner(draft.model, draft.groups, num_blocks, runner, **sizes)
+    append = batch_kernels(runner.device.type).append_tokens
+    parts = (forward, runner.verifier.sampler, runner.batch.token_table, append)
+    drafter = DraftModel(*parts) if mask is None else Pard(*parts, mask_token=mask)
+    runner.draft = DraftModelDrafter(drafter)
     return forward

@@ -249,7 +249,8 @@ class Worker:
 
     def _describe_drafts(self) -> dict[str, str]:
         speculative = self.config.speculative
-        return {} if speculative is None else {"speculation": speculative.describe()}
+        name = None if self.draft is None else self.draft.name
+        return {} if speculative is None else {"speculation": speculative.describe(name)}
 
     def _arithmetic(self) -> str:
         """What decides how KV values are rounded: for the root of their keys."""
@@ -408,18 +409,13 @@ class Worker:
     def _attach_draft(self, draft: LoadedDraft, blocks: int, length: int) -> DraftRunner | HeadRunner:
         """Let what drafts follow the runner's steps."""
         assert isinstance(self.runner, ModelRunner)
-        sizes: dict[str, Any] = dict(
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=length,
-            max_rows=self.max_num_batched_tokens,
-        )
+        requests, rows = self.config.max_num_seqs, self.max_num_batched_tokens
+        sizes: dict[str, Any] = dict(max_num_seqs=requests, max_model_len=length, max_rows=rows)
         if isinstance(draft.model, Eagle3Head):
             return attach_head(self.runner, draft.model, draft.groups, blocks, **sizes)
-        if draft.mask_token is not None and self.config.speculative is not None:
-            # A pass has up to as many rows for new tokens as for masks, and is never cut.
-            sizes["max_rows"] = max(sizes["max_rows"], 2 * self.config.speculative.num_speculative_tokens)
-        parts = (draft.model, draft.groups, blocks, draft.mask_token)
-        return attach_draft(self.runner, *parts, **sizes, records=self._records_steps())
+        assert self.config.speculative is not None
+        most, records = self.config.speculative.num_speculative_tokens, self._records_steps()
+        return attach_draft(self.runner, draft, blocks, most, **sizes, records=records)
 
     def _make_tiers(self) -> KVTiers:
         """Allocate the host tier; its size and what its copies compete with enter the facts."""
