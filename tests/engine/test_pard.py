@@ -179,7 +179,8 @@ def test_the_ends_of_contexts(context: int, overlap: bool, monkeypatch: pytest.M
     assert outputs[0] == outputs[1]
     assert [len(p) + len(o) for p, o in zip(tiny.PROMPTS, outputs[1], strict=True)] == [106, 110, 110]
     ends = [len(tokens) + len(drafts) for tokens, drafts in watch.seen]
-    assert max(ends) == (65 if context == 64 else 109)  # the last draft is no input
+    most = 65 if context == 64 else 109  # the last draft is no input
+    assert most - 6 * overlap <= max(ends) <= most  # drafts in flight may all stand, as far as is known
 
 
 @pytest.mark.parametrize("method", ["pard", "draft_model"])
