@@ -245,13 +245,29 @@ class EngineConfig:
     num_threads: int | None = setting(
         None, "CPU threads of the model; by default the physical cores.", low=1, high=1024
     )
-    tensor_parallel_size: int = setting(1, "Ranks that share each layer.", only=(1,))
+    tensor_parallel_size: int = setting(
+        1, "Ranks that share each layer, each a process with a device of its own.", low=1, high=1024
+    )
     pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
     data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))
     enable_expert_parallel: bool = setting(
         False,
         "In a mixture of experts, give each tensor-parallel rank whole experts instead of a slice of each; "
         "without experts, or with one rank, it changes nothing.",
+    )
+    distributed_executor_backend: str | None = setting(
+        None,
+        "Where ranks run: each in a process of its own (mp; by default with more than one), or the only one "
+        "in the engine's (uni).",
+        choices=(None, "mp", "uni"),
+    )
+    distributed_timeout_seconds: int = setting(
+        300,
+        "Seconds that ranks may take for a step, or for an operation of all of them, before the engine ends.",
+        low=1,
+    )
+    distributed_heartbeat_seconds: int = setting(
+        10, "Seconds without a sign of life from a rank after which the engine ends.", low=3
     )
     speculative_config: dict[str, Any] | str | None = setting(
         None,
@@ -315,6 +331,10 @@ class EngineConfig:
             )
         self._settle_kv_tiers()
         _ = self.speculative  # refused here if it is wrong
+        if self.runs_ranks:
+            from octavo.parallel.refusals import check_ranks
+
+            check_ranks(self)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -339,6 +359,16 @@ class EngineConfig:
         rates = None if speculative is None else speculative.synthetic_acceptance
         assert not isinstance(rates, str)  # settled by then
         return rates
+
+    @property
+    def num_ranks(self) -> int:
+        """Parallel ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def runs_ranks(self) -> bool:
+        """Whether workers run in processes of their own."""
+        return self.num_ranks > 1 or self.distributed_executor_backend == "mp"
 
     def _settle_kv_tiers(self) -> None:
         """One value for swap_space under both its names; a disk tier that can work, or none."""

@@ -11,10 +11,14 @@ LEVEL_VARIABLE = "OCTAVO_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def configure_logging() -> None:
+def configure_logging(least: int = logging.NOTSET, who: str = "") -> None:
     """Log to standard error from INFO on, or from the level that `OCTAVO_LOG_LEVEL` names.
 
     For processes that are ours (the server, the engine core): `LLM` leaves logging to its program.
+
+    Args:
+        least: a higher level, where less is to be logged.
+        who: stands in every line.
 
     Raises:
         ConfigError: the variable names no level.
@@ -23,5 +27,7 @@ def configure_logging() -> None:
     if level not in _LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}={level} is no level: choose {', '.join(_LEVELS)}")
     logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        level=max(logging.getLevelName(level), least),
+        format=f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
     )

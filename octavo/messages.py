@@ -460,7 +460,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the engine must know of the loaded model; found by the workers, equal on all of them.
+    """What the engine must know of the loaded model; found by the workers, equal on all of them but for what
+    is measured.
 
     Attributes:
         max_model_len: longest context served, tokens.
@@ -480,6 +481,7 @@ class ModelFacts:
         host_copy_rate: bytes per second that blocks are copied at between host and device, measured at start.
         prefill_rate: tokens per second that a long prompt is computed at, measured or estimated at start.
         memory: bytes by what holds them, as measured after loading (`octavo.planning.ledger.KINDS`).
+        rank_memory: the same of each parallel rank, [] where there is one.
     """
 
     max_model_len: int
@@ -496,6 +498,7 @@ class ModelFacts:
     host_copy_rate: float = 0.0
     prefill_rate: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
+    rank_memory: list[dict[str, int]] = field(default_factory=list)
     draft_groups: list[KVGroup] = field(default_factory=list)
     num_draft_blocks: int = 0
     draft_max_model_len: int = 0

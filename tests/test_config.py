@@ -38,7 +38,7 @@ def test_a_word_near_a_choice_is_still_refused():
         ("trust_remote_code", True, "leave it out"),
         ("enable_lora", True, "leave it out"),
         ("cpu_offload_gb", 4, "leave it out"),
-        ("tensor_parallel_size", 2, "this version runs 1"),
+        ("data_parallel_size", 2, "this version runs 1"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_with_what_to_do(name, value, remedy):

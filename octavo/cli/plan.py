@@ -103,7 +103,7 @@ def as_json(planner: Planner, plan: Plan, advice: list[Advice]) -> dict[str, Any
         "quantization": plan.quantization,
         "kv_cache_dtype": plan.kv_cache_dtype,
         "machine": _machine(plan.machine),
-        "parallel": {**asdict(plan.layout), "served_by_this_version": plan.layout.num_devices == 1},
+        "parallel": {**asdict(plan.layout), "served_by_this_version": plan.layout.is_served},
         "memory_bytes": {"total": plan.ledger.total, **plan.ledger.held},
         "weights_by_type": dict(plan.weights.by_type),
         "draft": plan.draft
@@ -166,8 +166,8 @@ def render(planner: Planner, plan: Plan, advice: list[Advice]) -> str:
         lines.append(
             _row(
                 "parallel",
-                f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}: planned by "
-                "formula; this version serves with 1 of each",
+                f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}"
+                + ("" if layout.is_served else ": planned by formula, not served by this version"),
             )
         )
     types = ", ".join(f"{kind} {gib(n)}" for kind, n in plan.weights.by_type.most_common())

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.describe import describe_requests
-from octavo.engine.executor import Executor, PendingStep, UniprocExecutor
+from octavo.engine.executor import Executor, PendingStep, make_executor
 from octavo.engine.grammar_compiler import GrammarCompiler
 from octavo.engine.grammar_masks import begin_masks, collect_masks
 from octavo.engine.scheduler import Scheduler, SchedulerLimits
@@ -70,7 +70,7 @@ class EngineCore:
     def _allocate(self, executor: Executor | None) -> None:
         """Load the model and make the tables of cache and scheduler."""
         config = self.config
-        self.executor = executor or UniprocExecutor(config)
+        self.executor = executor or make_executor(config)
         facts = self.facts
         hasher = None
         # A mean or a first vector needs every row, and the cache holds none of them.

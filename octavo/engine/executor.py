@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.errors import RequestError
@@ -55,9 +56,28 @@ class Executor(ABC):
         """
         raise RequestError("this engine cannot sleep")
 
+    def watch(self, notify: Callable[[], None]) -> None:  # noqa: B027 (one worker cannot die alone)
+        """Have `notify` called, on any thread, when the workers have died; `check` then says why."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raises EngineDeadError if the workers have died."""
+
     @abstractmethod
     def close(self) -> None:
         """Free devices and memory."""
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """What runs an engine's steps: its own process, or one for each rank.
+
+    Raises:
+        OctavoError: the workers cannot be started.
+    """
+    if config.runs_ranks:
+        from octavo.engine.ranks_executor import RanksExecutor
+
+        return RanksExecutor(config)
+    return UniprocExecutor(config)
 
 
 class UniprocExecutor(Executor):

@@ -39,6 +39,10 @@ class _GrammarsReady:
     """In the inbox of a core: grammars have been compiled. Nothing outside the process sends it."""
 
 
+class _ExecutorDied:
+    """In the inbox of a core: its workers have died. Nothing outside the process sends it."""
+
+
 _STATS_INTERVAL = 0.25  # seconds between reports when no request has news
 _LOG_INTERVAL = 10.0  # seconds between lines in the log
 
@@ -87,6 +91,7 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
     profiling, sleeping = Profiling(core), Sleeping(core)
     if isinstance(core, EngineCore):
         core.grammars.notify = lambda: inbox.put(_GrammarsReady())  # type: ignore[arg-type]
+        core.executor.watch(lambda: inbox.put(_ExecutorDied()))  # type: ignore[arg-type]
     try:
         while True:
             outputs: list[CoreOutput] = []
@@ -101,6 +106,9 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                 elif isinstance(message, _GrammarsReady):
                     assert isinstance(core, EngineCore)
                     outputs += core.admit_compiled()
+                elif isinstance(message, _ExecutorDied):
+                    assert isinstance(core, EngineCore)
+                    core.executor.check()
                 elif isinstance(message, DescribeKV):
                     deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message)))
                 elif isinstance(message, Sleep | WakeUp):

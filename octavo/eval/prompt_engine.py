@@ -12,7 +12,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor, PendingStep
-from octavo.errors import RequestFailedError
+from octavo.errors import ConfigError, RequestFailedError
 from octavo.messages import CoreRequest, ModelFacts, StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.worker.worker import Worker
@@ -76,6 +76,12 @@ class PromptEngine:
 
     def __init__(self, config: EngineConfig):
         assert not config.enable_prefix_caching and config.enforce_eager
+        if config.runs_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size} and pipeline_parallel_size="
+                f"{config.pipeline_parallel_size}: octavo eval runs on one rank in its own process: leave "
+                "them, and distributed_executor_backend, out"
+            )
         self.config = config
         self.seconds = 0.0  # of `hidden`
         self._executor = RecordingExecutor(config)

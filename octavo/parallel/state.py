@@ -13,7 +13,7 @@ class TensorParallelGroup:
     """The ranks that share each layer's weights: this rank, their number, and how they add up.
 
     This class is the plain case, one rank: every collective is the identity. A group of several
-    ranks overrides the two collectives.
+    ranks overrides the collectives.
     """
 
     def __init__(self, rank: int = 0, size: int = 1):
@@ -31,6 +31,11 @@ class TensorParallelGroup:
         """Every rank's `x`, joined along the last dimension in the order of ranks."""
         self._alone("all_gather")
         return x
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' numbers: for what all have to agree on (not within a step)."""
+        self._alone("minimum")
+        return value
 
     def _alone(self, what: str) -> None:
         if self.size > 1:

@@ -90,6 +90,11 @@ class Layout:
                 raise ConfigError(f"{name}_parallel_size={value} is out of range: give at least 1")
 
     @property
+    def is_served(self) -> bool:
+        """Whether an engine of this version runs so."""
+        return self.pipeline == self.data == 1
+
+    @property
     def num_devices(self) -> int:
         """Devices that it takes."""
         return self.tensor * self.pipeline * self.data
@@ -223,7 +228,7 @@ class Planner:
         shapes = self._build(config, dtype, wanted, layout.tensor)
         with machine.assumed():
             weights = self._weights(shapes, config, quantization, dtype, device)
-        draft = self._draft(config, dtype, machine, wanted, layout.tensor)
+        draft = self._draft(config, dtype, machine, wanted)
         groups = _stage_groups(shapes, self.model, layout.pipeline)
         stage = _stage_weights(weights, self.model, layout.pipeline)
         held = {"weights": stage + (draft.weights.total if draft else 0), "other": machine.other}
@@ -278,10 +283,8 @@ class Planner:
             draft=draft,
         )
 
-    def _draft(
-        self, config: EngineConfig, dtype: str, machine: Machine, wanted: int, ranks: int
-    ) -> DraftPlan | None:
-        """The draft model that the settings name, still without KV blocks."""
+    def _draft(self, config: EngineConfig, dtype: str, machine: Machine, wanted: int) -> DraftPlan | None:
+        """The draft model that the settings name, still without KV blocks. Every rank holds it whole."""
         speculative = config.speculative
         if speculative is None or speculative.model is None:
             return None
@@ -305,7 +308,7 @@ class Planner:
                 dtype,
                 own.quantization_strict,
             )
-            shapes = planner._build(own, dtype, min(wanted, planner.model.context_length), ranks)
+            shapes = planner._build(own, dtype, min(wanted, planner.model.context_length), 1)
             weights = planner._weights(shapes, own, quantization, dtype, machine.device)
         return DraftPlan(planner.source.name, weights, shapes.kv_groups())
 

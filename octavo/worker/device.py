@@ -31,7 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a setting: auto, cpu, cuda or cuda:N (counted among the visible ones).
+    """The device of a setting: auto, cpu, cuda or cuda:N (counted among the visible ones); cuda is the
+    process's current one.
 
     Raises:
         ConfigError: no such device.
@@ -45,7 +46,7 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(
             f"device={name!r}: PyTorch {torch.__version__} sees no CUDA device here; use device='cpu'"
         )
-    number = int(index) if index.isdigit() else 0
+    number = int(index) if index.isdigit() else torch.cuda.current_device()
     if (index and not index.isdigit()) or number >= torch.cuda.device_count():
         raise ConfigError(f"device={name!r}: only cuda:0 to cuda:{torch.cuda.device_count() - 1} are visible")
     torch.cuda.set_device(number)
@@ -154,8 +155,9 @@ def _check_strict(found: QuantizationConfig, device: torch.device) -> None:
 def set_threads(config: EngineConfig, device: torch.device) -> int:
     """Set PyTorch's threads for the calling thread; returns their number.
 
-    On a CPU as many as physical cores that this process may use, or OMP_NUM_THREADS; beside a GPU
-    one, since the host only prepares small tensors and idle workers would get in its way.
+    On a CPU as many as physical cores that this process may use, shared by parallel ranks, or
+    OMP_NUM_THREADS; beside a GPU one, since the host only prepares small tensors and idle workers would get
+    in its way.
     """
     if config.num_threads is not None:
         threads = config.num_threads
@@ -164,6 +166,6 @@ def set_threads(config: EngineConfig, device: torch.device) -> int:
     elif os.environ.get("OMP_NUM_THREADS", "").isdigit():
         threads = max(1, int(os.environ["OMP_NUM_THREADS"]))
     else:
-        threads = max(1, min(detect_cpu().physical_cores, usable_cores()))
+        threads = max(1, min(detect_cpu().physical_cores, usable_cores()) // config.num_ranks)
     torch.set_num_threads(threads)
     return threads

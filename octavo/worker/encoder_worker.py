@@ -51,6 +51,11 @@ class EncoderWorker:
                 f"quantization={config.quantization!r} does not serve encoders such as "
                 f"{model_config.architecture}, which run through transformers: leave it out"
             )
+        if config.runs_ranks:
+            raise ConfigError(
+                f"{source.name} is an encoder ({model_config.architecture}), which runs on one rank: leave "
+                "tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend out"
+            )
         self.pooling_type = settings.pooling_type
         dtype = choose_dtype(config.dtype, model_config, self.device)
         length = config.max_model_len

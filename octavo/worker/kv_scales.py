@@ -20,6 +20,7 @@ from octavo.errors import ModelError
 from octavo.kernels.reference_kv import FP8_LARGEST
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import FP8, Attention
+from octavo.parallel.state import TensorParallelGroup
 
 if TYPE_CHECKING:
     from octavo.models.interface import CausalLM
@@ -84,7 +85,10 @@ def random_tokens(vocab_size: int, most: int) -> CalibrationTokens:
 
 
 def settle_kv_scales(
-    model: CausalLM, dtype: torch.dtype, tokens: Callable[[], CalibrationTokens]
+    model: CausalLM,
+    dtype: torch.dtype,
+    tokens: Callable[[], CalibrationTokens],
+    group: TensorParallelGroup,
 ) -> KVScales | None:
     """See that every attention layer of a loaded model has its scales: those that no checkpoint gave are
     calibrated.
@@ -93,6 +97,7 @@ def settle_kv_scales(
         model: with its weights.
         dtype: of its activations, in which the calibration's cache is.
         tokens: what to calibrate on, called if something is to be calibrated.
+        group: the ranks, each of which has the scales of its own heads; the digest is of all heads'.
 
     Returns:
         None where the cache is not FP8.
@@ -112,7 +117,8 @@ def settle_kv_scales(
         origin = f"scales calibrated on {len(given.ids)} tokens {given.kind}"
         if lacking < len(layers):
             origin += f" in {lacking} of {len(layers)} layers, the others' from the checkpoint"
-    digest = hashlib.sha256(torch.cat([scale.flatten().cpu() for scale in scales]).numpy().tobytes())
+    everyone = group.all_gather(torch.cat([scale.flatten() for scale in scales]))
+    digest = hashlib.sha256(everyone.cpu().numpy().tobytes())
     return KVScales(origin, digest.hexdigest())
 
 

@@ -144,15 +144,23 @@ def _poll(host: HostCache) -> tuple[list[int], list[int]]:
         raise EngineDeadError(f"the device failed: {error}") from error
 
 
-def prefill_rate(execute: Callable[[StepPlan], Launched], plan: StepPlan, enough: float = 0.5) -> float:
+def prefill_rate(
+    execute: Callable[[StepPlan], Launched],
+    plan: StepPlan,
+    agree: Callable[[int], int] = int,
+    enough: float = 0.5,
+) -> float:
     """Tokens per second of a step that computes prompts.
 
     The first run also pays for what is done once; a second tells, unless the first took `enough` seconds.
+
+    Args:
+        agree: gives all ranks the smallest of their numbers: they run as many steps.
     """
     for _ in range(2):
         begin = time.perf_counter()
         execute(plan).wait()
         seconds = time.perf_counter() - begin
-        if seconds > enough:
+        if not agree(seconds <= enough):
             break
     return plan.total_rows / seconds

@@ -26,11 +26,12 @@ class KVBudget:
     reason: str
 
 
-def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int) -> KVBudget:
+def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int, ranks: int = 1) -> KVBudget:
     """Bytes for the KV cache.
 
     Args:
         activation_bytes: peak of the largest step beyond what is allocated now (GPU).
+        ranks: that share the host's memory (CPU).
 
     Raises:
         ConfigError: nothing is left; the message has free, asked and needed bytes and the setting.
@@ -46,7 +47,7 @@ def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int)
         return KVBudget(asked, "kv_cache_memory_bytes")
     if device.type == "cpu":
         free = detect_memory().available
-        share = config.cpu_memory_utilization
+        share = config.cpu_memory_utilization / ranks
         return KVBudget(
             cpu_kv_bytes(free, share), f"{share:g} of {free / GIB:.2f} GiB free (cpu_memory_utilization)"
         )
@@ -67,13 +68,19 @@ def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int)
     )
 
 
-def check_weights_fit(num_bytes: int, device: torch.device) -> None:
+def check_weights_fit(num_bytes: int, device: torch.device, ranks: int = 1) -> None:
     """Refuse weights that are larger than the memory that is free, before anything is loaded.
+
+    Args:
+        num_bytes: of one rank's.
+        ranks: that share the host's memory (CPU).
 
     Raises:
         ConfigError: naming both sizes.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else detect_memory().available
+    if device.type == "cpu":
+        num_bytes *= ranks
     if num_bytes > free:
         raise ConfigError(
             f"the weights need {num_bytes} bytes and {free} are free on {device}: free memory, lower "

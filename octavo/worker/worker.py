@@ -23,7 +23,7 @@ from octavo.kv.format import KVGroup
 from octavo.kv.groups import describe_pool, page_bytes
 from octavo.kv.keys import root_key
 from octavo.layers.rotary import rope_variant
-from octavo.messages import Admission, BlockUpdate, ModelFacts, StepPlan
+from octavo.messages import ModelFacts, StepPlan
 from octavo.models.config import ModelConfig
 from octavo.models.eagle3 import Eagle3Head
 from octavo.models.fingerprint import fingerprint
@@ -33,6 +33,7 @@ from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
 from octavo.models.mapped_file import release_freed
 from octavo.models.pooling_config import pooling_settings
+from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.planning.budget import useful_blocks, with_slack
 from octavo.planning.ledger import Ledger
 from octavo.quantization.checkpoint_method import describe_modes, mode_of
@@ -45,6 +46,7 @@ from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_qua
 from octavo.worker.draft_loading import LoadedDraft, load_draft
 from octavo.worker.draft_runner import DraftRunner, attach_draft
 from octavo.worker.expert_parallel import expert_parallel
+from octavo.worker.first_step import first_step
 from octavo.worker.head_loading import load_head
 from octavo.worker.head_runner import HeadRunner, attach_head
 from octavo.worker.kernel_compiler import KernelCompiler
@@ -71,14 +73,23 @@ class Worker:
     """
 
     facts: ModelFacts
+    group: TensorParallelGroup = tensor_parallel_group()
     tiers: KVTiers | None = None
     draft: LoadedDraft | None = None
     draft_runner: DraftRunner | HeadRunner | None = None
     _parked: ParkedTensors | None = None  # the weights, while a GPU's engine sleeps
     _prefill_rate = 0.0  # tokens per second; measured if there is a host tier
 
-    def __init__(self, config: EngineConfig, compiler: KernelCompiler | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        compiler: KernelCompiler | None = None,
+        group: TensorParallelGroup | None = None,
+    ):
+        """Load. `group`: the ranks that this one shares its layers with; None: there are no others."""
         begin = time.perf_counter()
+        if group is not None:
+            self.group = group
         device = choose_device(config.device)
         hashing: threading.Thread | None = None
         if device.type == "cuda":
@@ -88,7 +99,8 @@ class Worker:
                 compiler.begin(gpu_facts(device))
         elif compiler is not None:
             compiler.close()
-        source, wanted, build = self._settle(config, device)
+        with use_group(self.group):
+            source, wanted, build = self._settle(config, device)
         threads = set_threads(config, self.device)
         self._check_size(build)
         self._load = partial(self._load_model, source, build)
@@ -100,7 +112,7 @@ class Worker:
                 compiler.wait()
         compiled = time.perf_counter()
         self._calibrate = partial(self._calibration_tokens, source, wanted)
-        self.kv_scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate)
+        self.kv_scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
         self.groups: list[KVGroup] = self.model.kv_groups()
         speculative = config.speculative
         if speculative is not None and speculative.model is not None:
@@ -193,7 +205,8 @@ class Worker:
         """Build the model and read its weights."""
         config = self.config
         try:
-            model = build(device=self.device)
+            with use_group(self.group):
+                model = build(device=self.device)
             weights = iterate_weights(
                 source,
                 self.model_config,
@@ -201,6 +214,7 @@ class Worker:
                 config.load_format,
                 DTYPES[self._given_dtype()],
                 self.device,
+                progress=self.group.rank == 0,
                 seed=config.seed,
             )
             load_weights(model, weights)
@@ -308,7 +322,7 @@ class Worker:
             self._parked = None
         if not hasattr(self, "model"):
             self._load()
-            scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate)
+            scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
             if (scales and scales.digest) != (self.kv_scales and self.kv_scales.digest):
                 del self.model
                 raise ConfigError("the checkpoint is not what it was at the start: start the engine again")
@@ -353,24 +367,28 @@ class Worker:
 
     def _check_size(self, build: Callable[..., CausalLM]) -> None:
         """Refuse a model that is larger than the memory that is free, by its shapes alone."""
-        shapes = build(device="meta", attention_backend="torch")
+        with use_group(self.group):
+            shapes = build(device="meta", attention_backend="torch")
         tensors = {t.data_ptr() or id(t): t for t in (*shapes.parameters(), *shapes.buffers())}
         # Making a rotary table takes twice its own size more.
         rotary = sum(2 * t.nbytes for name, t in shapes.named_buffers() if name.endswith("cos_sin"))
-        check_weights_fit(sum(t.nbytes for t in tensors.values()) + rotary, self.device)
+        nbytes = sum(t.nbytes for t in tensors.values()) + rotary
+        check_weights_fit(nbytes, self.device, self.config.num_ranks)
 
     def _size_cache(self, wanted: int) -> None:
         """Profile the largest step, allocate the cache, settle `max_model_len`."""
         config = self.config
         self._activations = self._profile(wanted) if self.device.type == "cuda" else 0
-        budget = kv_budget(config, self.device, self._activations)
+        budget = kv_budget(config, self.device, self._activations, config.num_ranks)
         draft_blocks = 0
         if self.draft is not None and config.speculative is not None:
             most = config.speculative.num_speculative_tokens
             draft_blocks = self.draft.num_blocks(budget.num_bytes, config.max_num_seqs, most)
+            draft_blocks = self.group.minimum(draft_blocks)
             taken = draft_blocks * page_bytes(self.draft.groups)
             budget = replace(budget, num_bytes=budget.num_bytes - taken)
-        blocks = num_blocks(budget, self.groups, useful_blocks(self.groups, config.max_num_seqs, wanted))
+        useful = useful_blocks(self.groups, config.max_num_seqs, wanted)
+        blocks = self.group.minimum(num_blocks(budget, self.groups, useful))
         length = wanted
         capacity = token_capacity(self.groups, blocks, wanted)
         if capacity < wanted:
@@ -423,10 +441,10 @@ class Worker:
         if self.device.type == "cpu":
             rows = min(_PROBE_ROWS, self.max_num_batched_tokens, self.facts.kv_capacity - 1)
             plan, _ = self.first_step(np.array([rows], np.int32), SamplingParams(max_tokens=1))
-            self._prefill_rate = prefill_rate(self.runner.execute, plan)
+            self._prefill_rate = prefill_rate(self.runner.execute, plan, self.group.minimum)
         self.facts = replace(
             self.facts,
-            num_host_blocks=tiers.host.num_slots,
+            num_host_blocks=self.group.minimum(tiers.host.num_slots),
             host_copy_rate=tiers.host.rate_into,
             prefill_rate=self._prefill_rate,
         )
@@ -473,7 +491,11 @@ class Worker:
         )
 
     def _records_steps(self) -> bool:
-        return self.device.type == "cpu" and not self.config.enforce_eager and cpu_kernels.available()
+        if (
+            self.device.type != "cpu" or self.group.size > 1
+        ):  # what ranks tell each other is no kernel of ours
+            return False
+        return not self.config.enforce_eager and cpu_kernels.available()
 
     def _uses_graphs(self) -> bool:
         if self.device.type != "cuda" or self.config.enforce_eager:
@@ -502,7 +524,7 @@ class Worker:
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         if self.config.swap_space:
-            self._prefill_rate = prefill_rate(runner.execute, plan)
+            self._prefill_rate = prefill_rate(runner.execute, plan, self.group.minimum)
         del runner
         gc.collect()
         return with_slack(peak - before - kv_bytes)
@@ -531,32 +553,7 @@ class Worker:
             params: of all.
             num_computed: tokens of each that the cache is taken to hold.
         """
-        none = np.zeros(0, np.int32)
-        n, tokens = len(num_rows), num_rows + num_computed
-        firsts = np.concatenate(([0], np.cumsum(-(-tokens // self.config.block_size))))
-        plan = StepPlan(
-            step_id=0,
-            admissions=[
-                Admission(
-                    slot=i,
-                    token_ids=np.zeros(int(tokens[i]), np.int32),
-                    prompt_len=int(tokens[i]),
-                    num_computed=num_computed,
-                    block_ids=[list(range(int(firsts[i]), int(firsts[i + 1]))) for _ in self.groups],
-                    params=params,
-                    seed=i,
-                    eos_token_ids=[],
-                    bad_words_ids=[],
-                )
-                for i in range(n)
-            ],
-            block_updates=[BlockUpdate(none, none, none) for _ in self.groups],
-            slots=np.arange(n, dtype=np.int32),
-            num_rows=num_rows,
-            start=np.full(n, num_computed, np.int32),
-            samples=np.ones(n, bool),
-        )
-        return plan, int(firsts[-1])
+        return first_step(self.groups, self.config.block_size, num_rows, params, num_computed)
 
     def _describe_architecture(self) -> str:
         model = self.model_config

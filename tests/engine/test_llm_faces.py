@@ -66,7 +66,7 @@ def test_first_snippet_with_the_import_changed():
     (dict(kv_cache_dtype="fp4"), "kv_cache_dtype"),
     (dict(num_speculative_tokens=5), "names no method"),
     (dict(speculative_config={"method": "ngramm"}), "did you mean ngram"),
-    (dict(tensor_parallel_size=2), "tensor_parallel_size"),
+    (dict(tensor_parallel_size=2, device="cuda:0"), "tensor_parallel_size"),
     (dict(pipeline_parallel_size=2), "pipeline_parallel_size"),
     (dict(enable_lora=True), "enable_lora"),
     (dict(trust_remote_code=True), "trust_remote_code"),

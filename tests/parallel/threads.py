@@ -29,11 +29,18 @@ class ThreadGroup(TensorParallelGroup):
         assert len(everyone) == self.size
         return everyone
 
+    def abort(self) -> None:
+        """Let nobody wait for this rank any more."""
+        self._barrier.abort()
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)
+
+    def minimum(self, value: int) -> int:
+        return min(int(x) for x in self._exchange(torch.tensor(value)))
 
 
 def on_ranks(size: int, work: Callable[[TensorParallelGroup], T]) -> list[T]:

@@ -1,0 +1,97 @@
+"""Ranks as processes: the same tokens, one ledger each, and nothing left when the engine is closed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from octavo import EngineDeadError, SamplingParams
+from octavo.errors import ConfigError
+from tests import tiny
+from tests.engine.test_llm_parity import expected, generate, make
+
+
+def ranks_of(process: int | None = None) -> list[psutil.Process]:
+    """The living ranks under a process."""
+    children = psutil.Process(process or os.getpid()).children(recursive=True)
+    living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "octavo.parallel.rank" in child.cmdline()]
+
+
+def await_end(processes: list[psutil.Process], seconds: float = 10.0) -> None:
+    """All of them have ended, or will soon."""
+    _, living = psutil.wait_procs(processes, timeout=seconds)
+    assert not [p for p in living if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def rendezvous_folders(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.glob("octavo-ranks-*"))
+
+
+@pytest.fixture
+def tmp(tmp_path, monkeypatch):
+    """The folder that temporary files go to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_two_ranks_say_what_one_says_and_leave_nothing(tmp):
+    shared = set(os.listdir("/dev/shm"))
+    with make("llama", tensor_parallel_size=2) as llm:
+        ranks = ranks_of()
+        assert len(ranks) == 2 and not rendezvous_folders(tmp)
+        assert generate(llm) == expected("llama")
+        before = llm.stats().prefix_cache_hits
+        assert generate(llm) == expected("llama")
+        assert llm.stats().prefix_cache_hits > before
+        seeded = SamplingParams(temperature=0.9, seed=5, max_tokens=20, logprobs=3, detokenize=False)
+        sampled = llm.generate(tiny.PROMPTS, seeded, use_tqdm=False)
+        # One ledger each, whose weights are a part of the model's.
+        weights = [memory["weights"] for memory in llm.facts.rank_memory]
+        assert len(weights) == 2 and weights[0] == weights[1]
+    assert not any(rank.is_running() for rank in ranks)
+    assert set(os.listdir("/dev/shm")) <= shared
+    with make("llama") as llm:
+        assert llm.facts.rank_memory == []
+        assert weights[0] < llm.facts.memory["weights"] < 2 * weights[0]
+        alone = llm.generate(tiny.PROMPTS, seeded, use_tqdm=False)
+    for output, other in zip(sampled, alone, strict=True):
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        for told, want in zip(output.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert told.keys() == want.keys()
+            assert all(abs(told[t].logprob - want[t].logprob) < 1e-4 for t in told)
+
+
+def test_what_a_rank_cannot_do_is_told_as_by_one(tmp):
+    with pytest.raises(ConfigError, match="num_attention_heads=4 .* tensor_parallel_size=3"):
+        make("llama", tensor_parallel_size=3)
+    assert not ranks_of() and not rendezvous_folders(tmp)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(distributed_executor_backend="uni"), "leave distributed_executor_backend='uni' out"),
+        (dict(device="cuda:1"), "CUDA_VISIBLE_DEVICES"),
+        (
+            dict(kv_disk_path="/tmp/kv", kv_disk_size=1, swap_space=1),
+            "kv_disk_path does not work with tensor_parallel_size=2",
+        ),
+        (dict(torch_profiler_dir="/tmp/x"), "torch_profiler_dir does not work with tensor_parallel_size=2"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        make("llama", tensor_parallel_size=2, **settings)
+
+
+def test_a_rank_that_dies_ends_the_engine_which_names_it():
+    with make("llama", tensor_parallel_size=2) as llm:
+        ranks = ranks_of()
+        ranks[1].kill()
+        with pytest.raises(EngineDeadError, match=rf"rank \d \(pid {ranks[1].pid}\) was ended by SIGKILL"):
+            generate(llm)
+    await_end(ranks)
