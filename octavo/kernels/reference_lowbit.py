@@ -6,7 +6,8 @@ Forms of a matrix of N rows (outputs) and K columns (inputs):
 - int8: `weight` int8 `[N, K]`, `scale` float32 `[N]`, or `[N, K / group]` where activations stay as they are.
 - int4: `qweight` int32 `[K / 8, N]`, nibble i (lowest first) of row r is the code of column 8 r + i, from 0
   to 15; `scales` `[K / group, N]`; `zeros` int32 `[K / group, N / 8]`, nibble i of word c is the zero point
-  of row 8 c + i (None: 8); `perm` int32 `[K]`: row k of the codes is column `perm[k]` of x (None: k).
+  of row 8 c + i (None: 8); `perm` int32 `[K]`: row k of the codes is column `perm[k]` of x (None: k). With
+  `perm` there may be more rows than x has columns, those beyond of weight 0.
 - nf4: `qweight` as of int4, `scales` float32 `[K / group, N]`, `codebook` float32 `[16]`.
 
 Where activations are quantized, codes are multiplied exactly and added up in float32, scales come after.
@@ -246,7 +247,9 @@ def dequantize_int4(
     grouped = _grouped_int4(qweight, scales, zeros)
     if perm is None:
         return grouped.T
-    return torch.empty_like(grouped).index_copy_(0, perm.long(), grouped).T
+    wide = perm.long()
+    out = grouped.new_zeros(int(wide.max()) + 1, grouped.shape[1])  # every column of x has its row
+    return out.index_add_(0, wide, grouped).T
 
 
 def _grouped_int4(qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:

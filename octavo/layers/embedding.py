@@ -13,11 +13,14 @@ from octavo.quantization.linear_method import LinearMethod, MatrixPart, Shard
 
 
 def vocab_range(vocab_size: int, group: TensorParallelGroup) -> tuple[int, int, int]:
-    """Of a vocabulary padded to a multiple of the ranks: rows per rank, this rank's first token, and
-    how many of its rows are real tokens (the rest, at the end, are padding)."""
-    rows = -(-vocab_size // group.size)
-    first = group.rank * rows
-    return rows, first, max(0, min(rows, vocab_size - first))
+    """Of a vocabulary padded to a multiple of the ranks: rows per rank, this rank's first token, and how many
+    of its rows are real tokens (the rest, at the end, are padding). A rank's rows are a multiple of 8, which
+    formats pack into a word."""
+    if group.size == 1:
+        return vocab_size, 0, vocab_size
+    rows = -(-vocab_size // (8 * group.size)) * 8
+    first = min(group.rank * rows, vocab_size)
+    return rows, first, min(rows, vocab_size - first)
 
 
 class VocabEmbedding(Layer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -9,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from octavo.errors import ModelError
+from octavo.kernels.reference_lowbit import FP8
 from octavo.quantization import capability
 from octavo.quantization.capability import Hardware, Running
 from octavo.quantization.checkpoint_runners import DenseRunner, MatricesRunner, PackedRunner, Runner, packable
@@ -31,6 +34,8 @@ from octavo.quantization.matrices import Matrix, Matrix8, blank_matrix, join
 from octavo.quantization.rounding import fitted
 from octavo.quantization.scheme import QuantizationConfig, Rule, WeightScheme
 from octavo.quantization.shard import Shard
+
+logger = logging.getLogger(__name__)
 
 Dense = Literal["plain", "half"]
 
@@ -65,12 +70,17 @@ def layout_of(config: QuantizationConfig, rule: Rule | None) -> Layout:
 
 
 def scheme_at(config: QuantizationConfig, scheme: WeightScheme, columns: int) -> WeightScheme:
-    """The scheme of a matrix of so many columns, whose groups are smaller where the engine chooses them.
+    """The scheme of a rank's matrix of so many columns, whose groups are smaller where the engine chooses
+    them, or where ranks part those of the checkpoint.
 
     Raises:
         ModelError: no size of groups divides the columns.
     """
-    return fitted(scheme, columns) if config.format == "online" else scheme
+    if config.format == "online":
+        return fitted(scheme, columns)
+    if scheme.group_size is None or scheme.act_order:
+        return scheme
+    return replace(scheme, group_size=math.gcd(scheme.group_size, columns))
 
 
 def mode_of(config: QuantizationConfig, scheme: WeightScheme, hardware: Hardware) -> Running:
@@ -206,14 +216,13 @@ class CheckpointMethod(LinearMethod):
                 matrix = matrix.taken(piece.order.to(device))
             scheme = None if piece.rule is None else piece.rule.scheme
             mode = None if scheme is None else mode_of(self.config, scheme, hardware)
+            if mode is not None and mode.mode == "W8A8" and _is_parted(matrix):
+                _warn_of_parted_blocks(piece.shard.cols)
             matrices.append(matrix)
             modes.append(mode)
-        found = sum(matrix.rows for matrix in matrices)
-        if found != rows:
-            raise ModelError(
-                f"{next(iter(self.rules))}: {found} of the matrix' {rows} rows were found; quantized heads "
-                "cannot be padded over ranks: use a tensor_parallel_size that divides the vocabulary"
-            )
+        lacking = int(rows) - sum(matrix.rows for matrix in matrices)
+        if lacking:  # what pads a vocabulary over ranks
+            matrices[-1] = matrices[-1].padded(lacking)
         return self._runner(matrices, modes, int(columns), dtype, device, hardware)
 
     def _runner(
@@ -299,6 +308,26 @@ class CheckpointMethod(LinearMethod):
                 blank = blank_matrix(scheme, rows, columns, dtype, torch.device("meta"))
                 total += sum(tensor.nbytes for tensor in blank.tensors.values())
         return total
+
+
+def _is_parted(matrix: Matrix) -> bool:
+    """Whether blocks of weights were parted, so that activations stay as they are."""
+    return (
+        isinstance(matrix, Matrix8)
+        and matrix.activations is None
+        and matrix.scale.dim() == 2
+        and (matrix.weight.dtype is FP8)
+    )
+
+
+@functools.cache
+def _warn_of_parted_blocks(columns: int) -> None:
+    logger.warning(
+        "some matrices of %d columns begin within a block of 128 x 128 weights on this rank: their "
+        "activations are not quantized, which is more exact and slower; another tensor_parallel_size may "
+        "part no blocks",
+        columns,
+    )
 
 
 def of_mode(matrix: Matrix, running: Running) -> Matrix:

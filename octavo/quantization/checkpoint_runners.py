@@ -155,7 +155,8 @@ class PackedRunner(Runner):
 
     def __init__(self, packed: tuple[list[QuantizedMatrix], torch.Tensor | None], columns: int):
         parts, self.perm = packed
-        self.matrix = quant_ops.make_matrix(parts, columns)
+        # With `perm` there may be more than x has.
+        self.matrix = quant_ops.make_matrix(parts, columns if self.perm is None else len(self.perm))
 
     @staticmethod
     def bytes_of(scheme: WeightScheme, rows: int, columns: int) -> int:

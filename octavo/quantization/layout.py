@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -17,11 +18,18 @@ from octavo.kernels.reference_lowbit import (
 )
 from octavo.quantization.matrices import DenseMatrix, Int4Matrix, Matrix
 from octavo.quantization.shard import Shard
-from octavo.quantization.stored_tensor import Axis, StoredTensor
+from octavo.quantization.stored_tensor import Axis, Dummy, StoredTensor
 
 ROWS, COLUMNS = Axis("rows"), Axis("columns")
+LEAST_GROUP = 32
+"""Columns that share a scale, at least: what the kernels take."""
 Pieces = Mapping[str, torch.Tensor]
 _CODES_STD = 4.6  # of uniform codes from 0 to 15
+
+
+def group_axis(size: int) -> Axis:
+    """The dimension of what groups of so many columns have in common."""
+    return Axis("columns", size, shared=True, least=math.gcd(size, LEAST_GROUP))
 
 
 class Layout(ABC):
@@ -74,6 +82,7 @@ def int4_matrix(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     g_idx: torch.Tensor | None,
+    whole: bool = True,
 ) -> Int4Matrix:
     """The int4 form of natural-order tensors; columns of each group are made neighbours by `g_idx`.
 
@@ -83,18 +92,62 @@ def int4_matrix(
         scales: `[groups, N]`.
         zeros: int32 `[groups, N / 8]`, or None.
         g_idx: `[K]`, the group of each column, or None: groups are of neighbours.
+        whole: whether all columns of each group are there. Else groups are filled up to multiples of
+            `LEAST_GROUP` with columns of weight 0.
 
     Raises:
         ModelError: groups of unequal sizes, or numbers of groups that do not exist.
     """
     perm = None
+    if zeros is not None and bool((unpack_columns(zeros) == 8).all()):
+        zeros = None
+    if g_idx is not None and not whole:
+        return _filled_groups(name, qweight, scales, zeros, g_idx)
     if g_idx is not None:
         perm = order_of_groups(name, g_idx, scales.shape[0])
         if perm is not None:
             qweight = pack_rows(unpack_rows(qweight)[perm.long()])
-    if zeros is not None and bool((unpack_columns(zeros) == 8).all()):
-        zeros = None
     return Int4Matrix(qweight.contiguous(), scales.contiguous(), zeros, perm)
+
+
+def _filled_groups(
+    name: str, qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor
+) -> Int4Matrix:
+    """The int4 form of some columns of groups that lie apart, in groups of `LEAST_GROUP`: arguments as of
+    `int4_matrix`."""
+    group = checked_groups(name, g_idx, scales.shape[0])
+    order = torch.argsort(group, stable=True)
+    counts = torch.bincount(group, minlength=scales.shape[0])
+    chunks = (counts + LEAST_GROUP - 1) // LEAST_GROUP
+    groups = torch.arange(len(counts), device=group.device).repeat_interleave(chunks)
+    # Where each column goes: its group's first place, and those of the group before it.
+    before, starts = counts.cumsum(0) - counts, (chunks.cumsum(0) - chunks) * LEAST_GROUP
+    places = torch.arange(len(order), device=group.device) + (starts - before)[group[order]]
+    scales = scales[groups]
+    zeros = None if zeros is None else zeros[groups].contiguous()
+    # A code that is its zero point is the weight 0, whichever column of x it is multiplied with: one that its
+    # neighbours are, so that it makes no group of x larger where those are rounded.
+    points = scales.new_full(scales.shape, 8) if zeros is None else unpack_columns(zeros)
+    codes = points.to(torch.uint8).repeat_interleave(LEAST_GROUP, 0)
+    codes[places] = unpack_rows(qweight)[order]
+    perm = order[before[groups]].int().repeat_interleave(LEAST_GROUP)
+    perm[places] = order.int()
+    return Int4Matrix(pack_rows(codes).contiguous(), scales.contiguous(), zeros, perm)
+
+
+def checked_groups(name: str, g_idx: torch.Tensor, groups: int) -> torch.Tensor:
+    """The group of each column, int64 `[K]`.
+
+    Raises:
+        ModelError: numbers of groups that do not exist.
+    """
+    wide = g_idx.long()
+    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) >= groups):
+        raise ModelError(
+            f"{name}: g_idx names groups {int(wide.min())} to {int(wide.max())} where there are {groups}: "
+            "the checkpoint is corrupt, fetch it again"
+        )
+    return wide
 
 
 def order_of_groups(name: str, g_idx: torch.Tensor, groups: int) -> torch.Tensor | None:
@@ -103,14 +156,9 @@ def order_of_groups(name: str, g_idx: torch.Tensor, groups: int) -> torch.Tensor
     Raises:
         ModelError: groups of unequal sizes, or numbers of groups that do not exist.
     """
-    wide = g_idx.long()
+    wide = checked_groups(name, g_idx, groups)
     size = len(wide) // groups
-    if len(wide) % groups or int(wide.min()) < 0 or int(wide.max()) >= groups:
-        raise ModelError(
-            f"{name}: g_idx names groups {int(wide.min())} to {int(wide.max())} where there are {groups}: "
-            "the checkpoint is corrupt, fetch it again"
-        )
-    if not bool((torch.bincount(wide, minlength=groups) == size).all()):
+    if len(wide) % groups or not bool((torch.bincount(wide, minlength=groups) == size).all()):
         raise ModelError(
             f"{name}: g_idx makes groups of unequal sizes, which is not supported: use a checkpoint without "
             "act order"
@@ -123,6 +171,16 @@ def codes_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:
     """Random int32 words of codes."""
     words = (unit * 5e8).to(torch.int64) * 0x9E3779B1
     return ((words + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
+
+
+def order_dummy(group_size: int | None) -> Dummy:
+    """Makes groups of neighbours."""
+
+    def make(unit: torch.Tensor, std: float) -> torch.Tensor:
+        order = torch.arange(len(unit), dtype=torch.int32, device=unit.device)
+        return order // (group_size or len(unit))
+
+    return make
 
 
 def int4_scale_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:

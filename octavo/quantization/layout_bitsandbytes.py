@@ -10,7 +10,15 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.kernels.reference_lowbit import pack_rows
-from octavo.quantization.layout import COLUMNS, ROWS, Layout, Pieces, int8_dummy, int8_scale_dummy
+from octavo.quantization.layout import (
+    COLUMNS,
+    ROWS,
+    Layout,
+    Pieces,
+    group_axis,
+    int8_dummy,
+    int8_scale_dummy,
+)
 from octavo.quantization.matrices import Matrix, Matrix8, Nf4Matrix
 from octavo.quantization.scheme import Rule
 from octavo.quantization.shard import Shard
@@ -31,7 +39,7 @@ class Bits4Layout(Layout):
         self.nested = nested == "nested"
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        scales = Axis("columns", _BLOCK)
+        scales = group_axis(_BLOCK)
         state = f"weight.quant_state.bitsandbytes__{self.kind}"
         out = {
             "weight": StoredTensor((ROWS, Axis("columns", 2)), _BYTES, dummy=_bytes_dummy),
@@ -93,9 +101,10 @@ class Bits4Layout(Layout):
                 f"{name}: quant_state of nested_blocksize {state.get('nested_blocksize')}, nested_offset "
                 f"{state.get('nested_offset')} is not supported: quantize with bitsandbytes' defaults"
             )
-        width = columns // _BLOCK
+        width, group = columns // _BLOCK, shard.cols // codes.shape[1]
         rows = torch.arange(shard.row, shard.row + shard.rows, device=codes.device)
-        cols = torch.arange(shard.col // _BLOCK, (shard.col + shard.cols) // _BLOCK, device=codes.device)
+        # Of smaller groups than blocks where a rank's border parts blocks.
+        cols = (shard.col + torch.arange(codes.shape[1], device=codes.device) * group) // _BLOCK
         block = (rows[:, None] * width + cols) // _NESTED
         return pieces["weight.nested_quant_map"][codes.long()] * outer[block] + state["nested_offset"]
 

@@ -3,23 +3,27 @@ format, which stores the same numbers under other names."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from octavo.errors import ConfigError
-from octavo.kernels.reference_lowbit import FP8
+from octavo.kernels.reference_lowbit import FP8, FP8_BLOCK
 from octavo.quantization.layout import (
     COLUMNS,
     ROWS,
     Layout,
     Pieces,
+    checked_groups,
     codes_dummy,
     fp8_dummy,
     fp8_scale_dummy,
+    group_axis,
     int4_matrix,
     int4_scale_dummy,
     int8_dummy,
     int8_scale_dummy,
     ones_dummy,
+    order_dummy,
     order_of_groups,
 )
 from octavo.quantization.matrices import Matrix, Matrix8
@@ -47,10 +51,11 @@ class _Scaled(Layout):
             return StoredTensor((ROWS, 1), **common)  # type: ignore[arg-type]
         if scheme.strategy == "block":
             assert scheme.block is not None
-            axes = (Axis("rows", scheme.block[0], True), Axis("columns", scheme.block[1], True))
+            rows, columns = scheme.block
+            axes = (Axis("rows", rows, True, True), Axis("columns", columns, True, True))
             return StoredTensor(axes, **common)  # type: ignore[arg-type]
         assert scheme.group_size is not None
-        return StoredTensor((ROWS, Axis("columns", scheme.group_size)), **common)  # type: ignore[arg-type]
+        return StoredTensor((ROWS, group_axis(scheme.group_size)), **common)  # type: ignore[arg-type]
 
     def _activations(self) -> dict[str, StoredTensor]:
         static = self.scheme.activations is not None and not self.scheme.activations.dynamic
@@ -72,12 +77,30 @@ class _Scaled(Layout):
             scale = scale.reshape(-1)
         activations = self.scheme.activations
         static = activations is not None and not activations.dynamic
+        if self.scheme.strategy == "block" and not _is_grid(scale, shard):
+            return Matrix8(pieces["weight"], _scales_of_rows(scale, shard))
         return Matrix8(
             pieces["weight"],
             scale.contiguous(),
             activations,
             pieces["input_scale"].float().reshape(1) if static else None,
         )
+
+
+def _is_grid(scale: torch.Tensor, shard: Shard) -> bool:
+    """Whether a shard begins with whole blocks of 128 x 128."""
+    return scale.shape == (-(-shard.rows // FP8_BLOCK), -(-shard.cols // FP8_BLOCK))
+
+
+def _scales_of_rows(scale: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Scales `[rows, groups]` of a shard that begins within a block, so that blocks were cut into smaller
+    ones: a form for weights alone."""
+    for dim, size in enumerate((shard.rows, shard.cols)):
+        entries = scale.shape[dim]
+        per = FP8_BLOCK if entries == -(-size // FP8_BLOCK) else size // entries
+        if dim == 0 or (entries > 1 and per * entries != size):
+            scale = scale.repeat_interleave(per, dim).narrow(dim, 0, size)
+    return scale.contiguous()
 
 
 class Fp8Layout(_Scaled):
@@ -143,6 +166,9 @@ class PackedLayout(_Scaled):
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         scheme = self.scheme
         scale = self._scale(int4_scale_dummy if scheme.bits == 4 else int8_scale_dummy)
+        if scheme.act_order and scheme.group_size is not None:
+            # A group is of columns that lie apart: all ranks take all of them.
+            scale = replace(scale, axes=(ROWS, -(-columns // scheme.group_size)))
         words = frozenset({torch.int32})
         packed = StoredTensor((ROWS, Axis("columns", self.per_word)), words, dummy=codes_dummy)
         packed_zeros = StoredTensor((Axis("rows", self.per_word), *scale.axes[1:]), words, dummy=codes_dummy)
@@ -152,17 +178,14 @@ class PackedLayout(_Scaled):
             "weight_scale": scale,
             "weight_shape": StoredTensor((2,), INTEGERS, True),
             "weight_zero_point": plain_zeros if scheme.symmetric else packed_zeros,
-            "weight_g_idx": StoredTensor((COLUMNS,), INTEGERS, not scheme.act_order),
+            "weight_g_idx": StoredTensor(
+                (COLUMNS,), INTEGERS, not scheme.act_order, dummy=order_dummy(scheme.group_size)
+            ),
             **self._activations(),
         }
 
     def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
-        g_idx = pieces["weight_g_idx"] if self.scheme.act_order else None
-        if g_idx is not None and shard.cols != columns:
-            raise ConfigError(
-                f"{name}: a matrix with act order cannot be split by columns: use tensor_parallel_size=1, or "
-                "a checkpoint without it"
-            )
+        g_idx, whole = (pieces["weight_g_idx"] if self.scheme.act_order else None), shard.cols == columns
         scale = pieces["weight_scale"]
         if self.scheme.strategy == "tensor":
             scale = scale.reshape(1, 1).expand(shard.rows, 1)
@@ -174,8 +197,10 @@ class PackedLayout(_Scaled):
                 scale.T,
                 None if zeros is None else zeros.T.contiguous(),
                 g_idx,
+                whole,
             )
-        return int8_matrix(name, bytes_of_words(pieces["weight_packed"]), scale, bytes_of(zeros), g_idx)
+        codes = bytes_of_words(pieces["weight_packed"])
+        return int8_matrix(name, codes, scale, bytes_of(zeros), g_idx, whole)
 
 
 def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
@@ -194,6 +219,7 @@ def int8_matrix(
     scale: torch.Tensor,
     zeros: torch.Tensor | None,
     g_idx: torch.Tensor | None,
+    whole: bool = True,
 ) -> Matrix8:
     """The int8 form, weights only, of unsigned codes.
 
@@ -203,19 +229,19 @@ def int8_matrix(
         scale: `[N, groups]`.
         zeros: uint8 `[N, groups]`; None: 128.
         g_idx: the group of each column, or None.
+        whole: whether all columns of each group are there.
 
     Returns:
         With zero points, or groups of columns that lie apart, a matrix that can only be dequantized.
     """
     weight = (codes.short() - 128).to(torch.int8)
     scale = scale.float()
-    perm = None if g_idx is None else order_of_groups(name, g_idx, scale.shape[1])
     if zeros is not None and bool((zeros == 128).all()):
         zeros = None
-    if perm is not None:  # a scale for each column
-        assert g_idx is not None
-        scale = scale[:, g_idx.long()]
-        zeros = None if zeros is None else zeros[:, g_idx.long()]
+    if g_idx is not None and not (whole and order_of_groups(name, g_idx, scale.shape[1]) is None):
+        group = checked_groups(name, g_idx, scale.shape[1])  # a scale for each column
+        scale = scale[:, group]
+        zeros = None if zeros is None else zeros[:, group]
     flat = scale.shape[1] == 1 and zeros is None
     return Matrix8(
         weight,

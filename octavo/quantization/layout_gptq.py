@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ModelError
 from octavo.kernels.reference_lowbit import pack_columns, pack_rows, unpack_columns
 from octavo.quantization.layout import (
     COLUMNS,
@@ -12,8 +12,10 @@ from octavo.quantization.layout import (
     Layout,
     Pieces,
     codes_dummy,
+    group_axis,
     int4_matrix,
     int4_scale_dummy,
+    order_dummy,
 )
 from octavo.quantization.layout_compressed_tensors import bytes_of_words, int8_matrix
 from octavo.quantization.matrices import Matrix
@@ -27,7 +29,7 @@ _NATURAL = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ keeps column i of a word's eigh
 
 def _groups(scheme: WeightScheme) -> Axis | int:
     """The dimension of groups: one, without a size."""
-    return 1 if scheme.group_size is None else Axis("columns", scheme.group_size)
+    return 1 if scheme.group_size is None else group_axis(scheme.group_size)
 
 
 class GPTQLayout(Layout):
@@ -48,7 +50,9 @@ class GPTQLayout(Layout):
             "qweight": StoredTensor((Axis("columns", self.per_word), ROWS), _WORDS, dummy=codes_dummy),
             "qzeros": StoredTensor((groups, Axis("rows", self.per_word)), _WORDS, dummy=self._zeros_dummy),
             "scales": StoredTensor((groups, ROWS), scale=True, dummy=self._scale_dummy),
-            "g_idx": StoredTensor((COLUMNS,), INTEGERS, not self.scheme.act_order, dummy=self._order_dummy),
+            "g_idx": StoredTensor(
+                (COLUMNS,), INTEGERS, not self.scheme.act_order, dummy=order_dummy(self.scheme.group_size)
+            ),
             # Layers without one may be given zeros.
             "bias": StoredTensor((ROWS,), optional=True),
         }
@@ -60,10 +64,6 @@ class GPTQLayout(Layout):
     def _scale_dummy(self, unit: torch.Tensor, std: float) -> torch.Tensor:
         return int4_scale_dummy(unit, std if self.scheme.bits == 4 else std / 16)
 
-    def _order_dummy(self, unit: torch.Tensor, std: float) -> torch.Tensor:
-        order = torch.arange(len(unit), dtype=torch.int32, device=unit.device)
-        return order // (self.scheme.group_size or len(unit))
-
     def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
         bias = pieces.get("bias")
         if bias is not None and bool((bias != 0).any()):
@@ -71,22 +71,17 @@ class GPTQLayout(Layout):
                 f"{name}: the checkpoint has a bias where the model has none: check that weights and config "
                 "belong together"
             )
-        g_idx = pieces["g_idx"] if self.scheme.act_order else None
-        if g_idx is not None and shard.cols != columns:
-            raise ConfigError(
-                f"{name}: a matrix with act order (desc_act) cannot be split by columns: use "
-                "tensor_parallel_size=1, or a checkpoint without it"
-            )
+        g_idx, whole = (pieces["g_idx"] if self.scheme.act_order else None), shard.cols == columns
         if self.scheme.bits == 4:
             zeros = pieces["qzeros"]
             if self.minus_one:
                 zeros = pack_columns((unpack_columns(zeros) + 1) & 15)
-            return int4_matrix(name, pieces["qweight"], pieces["scales"], zeros, g_idx)
+            return int4_matrix(name, pieces["qweight"], pieces["scales"], zeros, g_idx, whole)
         zeros8 = bytes_of_words(pieces["qzeros"]).T  # [N, groups]
         if self.minus_one:
             zeros8 = zeros8 + 1  # which wraps
         codes = bytes_of_words(pieces["qweight"].T)
-        return int8_matrix(name, codes, pieces["scales"].T, zeros8, g_idx)
+        return int8_matrix(name, codes, pieces["scales"].T, zeros8, g_idx, whole)
 
 
 class AWQLayout(Layout):

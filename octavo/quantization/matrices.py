@@ -59,6 +59,10 @@ class Matrix(ABC):
     def taken(self: _M, order: torch.Tensor) -> _M:
         """The rows in another order, int64 `[N]`."""
 
+    @abstractmethod
+    def padded(self: _M, rows: int) -> _M:
+        """The same with so many rows of zeros below, a multiple of 8 in all."""
+
     def for_activations(self: _M, dtype: torch.dtype) -> _M:
         """The same with scales of the type that the kernels take beside activations of `dtype`."""
         return self
@@ -83,6 +87,12 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
+def _below(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """With rows of zeros below; of types that `F.pad` does not know, too."""
+    zeros = torch.zeros(rows, *tensor.shape[1:], dtype=torch.float32, device=tensor.device)
+    return torch.cat((tensor, zeros.to(tensor.dtype)))
+
+
 @dataclass(frozen=True)
 class DenseMatrix(Matrix):
     """Not quantized: `weight [N, K]`."""
@@ -104,6 +114,9 @@ class DenseMatrix(Matrix):
 
     def joined(self, below: DenseMatrix) -> DenseMatrix | None:
         return DenseMatrix(torch.cat((self.weight, below.weight)))
+
+    def padded(self, rows: int) -> DenseMatrix:
+        return DenseMatrix(_below(self.weight, rows))
 
     def taken(self, order: torch.Tensor) -> DenseMatrix:
         return DenseMatrix(self.weight[order])
@@ -146,6 +159,10 @@ class Int4Matrix(Matrix):
             self.perm,
         )
 
+    def padded(self, rows: int) -> Int4Matrix:
+        zeros = None if self.zeros is None else pack_columns(F.pad(unpack_columns(self.zeros), (0, rows)))
+        return Int4Matrix(F.pad(self.qweight, (0, rows)), F.pad(self.scales, (0, rows)), zeros, self.perm)
+
     def taken(self, order: torch.Tensor) -> Int4Matrix:
         zeros = None if self.zeros is None else pack_columns(unpack_columns(self.zeros)[:, order])
         return Int4Matrix(self.qweight[:, order], self.scales[:, order], zeros, self.perm)
@@ -185,6 +202,9 @@ class Nf4Matrix(Matrix):
             torch.cat((self.scales, below.scales), 1),
             self.codebook,
         )
+
+    def padded(self, rows: int) -> Nf4Matrix:
+        return Nf4Matrix(F.pad(self.qweight, (0, rows)), F.pad(self.scales, (0, rows)), self.codebook)
 
     def taken(self, order: torch.Tensor) -> Nf4Matrix:
         return Nf4Matrix(self.qweight[:, order], self.scales[:, order], self.codebook)
@@ -247,6 +267,13 @@ class Matrix8(Matrix):
             weight=torch.cat((self.weight, below.weight)),
             scale=torch.cat((self.scale, below.scale)),
         )
+
+    def padded(self, rows: int) -> Matrix8:
+        total = self.rows + rows
+        scales = (-(-total // FP8_BLOCK) if self.blocks else total) - self.scale.shape[0]
+        zeros = None if self.zeros is None else _below(self.zeros, rows)
+        weight, scale = _below(self.weight, rows), _below(self.scale, scales)
+        return replace(self, weight=weight, scale=scale, zeros=zeros)
 
     def taken(self, order: torch.Tensor) -> Matrix8:
         if not self.blocks:

@@ -19,7 +19,7 @@ from octavo.kernels.cpu import quant
 from octavo.kernels.reference_quant import BLOCK, INT8, QuantFormat, QuantizedMatrix, quantize_int8
 from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from octavo.quantization.gguf_blocks import ENCODINGS
-from octavo.quantization.linear_method import GatedActivation, Shard, StoredRows
+from octavo.quantization.linear_method import GatedActivation, MatrixPart, Shard, StoredRows
 from octavo.quantization.quantized_tensor import QuantizedTensor, joined
 
 _STEP = 1 << 20  # weights that are quantized at a time: 4 MiB as float32
@@ -221,6 +221,25 @@ class GGUFMethod(QuantizedMethod):
 
     def kept_format(self, stored: str) -> QuantFormat | None:
         return ENCODINGS[stored].format if stored in ENCODINGS else None
+
+    def part(
+        self, name: str, out_features: int, in_features: int, order: torch.Tensor | None = None
+    ) -> MatrixPart:
+        plain = super().part(name, out_features, in_features, order)
+
+        def load(layer: nn.Module, key: str, tensor: torch.Tensor, shard: Shard) -> None:
+            last = shard.col + shard.cols
+            if isinstance(tensor, QuantizedTensor) and (
+                shard.col % BLOCK or (last % BLOCK and last != in_features)
+            ):
+                raise ConfigError(
+                    f"{name}.{key}: columns {shard.col} to {last} of the matrix are one rank's, and {BLOCK} "
+                    f"share a scale: use a tensor_parallel_size that gives each rank a multiple of {BLOCK} "
+                    "columns"
+                )
+            plain.load_shard(layer, key, tensor, shard)
+
+        return MatrixPart(plain.tensors, load)
 
     def _kept(self, piece: torch.Tensor) -> QuantizedMatrix | torch.Tensor:
         return piece.matrix if isinstance(piece, QuantizedTensor) else piece.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -23,11 +24,16 @@ class Axis(NamedTuple):
 
     Attributes:
         ragged: whether the last entry may stand for fewer.
+        shared: whether the entry is something that they all have (a scale), not the packing of them all: a
+            rank whose border parts them gets it for each of smaller groups.
+        least: the size of which smaller groups must be a multiple.
     """
 
     of: Literal["rows", "columns"]
     per: int = 1
     ragged: bool = False
+    shared: bool = False
+    least: int = 1
 
     def size(self, rows: int, columns: int) -> int:
         """Entries of a matrix of that size."""
@@ -82,26 +88,38 @@ class StoredTensor:
                 )
 
     def cut(self, name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """The part of the full tensor that belongs to a shard of the matrix; a view.
+        """The part of the full tensor that belongs to a shard of the matrix: a view, or a copy where entries
+        are repeated for smaller groups (`Axis.shared`).
 
         Raises:
-            ConfigError: the shard's borders lie within an entry.
+            ConfigError: the shard's borders lie within an entry that cannot be parted.
         """
         if self.any_size:
             return tensor
         for dim, axis in enumerate(self.axes):
             if isinstance(axis, int):
                 continue
-            by_rows = axis.of == "rows"
-            first, size = (shard.row, shard.rows) if by_rows else (shard.col, shard.cols)
-            whole = tensor.shape[dim] * axis.per
-            if first % axis.per or ((first + size) % axis.per and first + size < whole - axis.per + 1):
-                raise ConfigError(
-                    f"{name}: {axis.of} {first} to {first + size} of the matrix end within a group of "
-                    f"{axis.per}: use another tensor_parallel_size"
-                )
-            tensor = tensor.narrow(dim, first // axis.per, -(-size // axis.per))
+            first, size = (shard.row, shard.rows) if axis.of == "rows" else (shard.col, shard.cols)
+            per, last = axis.per, first + size
+            entries = -(-last // per) - first // per if size else 0
+            piece = tensor.narrow(dim, first // per if size else 0, entries)
+            if size and (first % per or (last % per and not axis.ragged)):
+                fine = self._parted(name, axis, first, size)
+                before = (first - first // per * per) // fine
+                piece = piece.repeat_interleave(per // fine, dim).narrow(dim, before, size // fine)
+            tensor = piece
         return tensor
+
+    def _parted(self, name: str, axis: Axis, first: int, size: int) -> int:
+        """The size of smaller groups, of which each has its borders outside."""
+        fine = math.gcd(axis.per, first, size)
+        if axis.shared and fine % axis.least == 0:
+            return fine
+        needed = math.gcd(axis.per, axis.least) if axis.shared else axis.per
+        raise ConfigError(
+            f"{name}: {axis.of} {first} to {first + size} of the matrix are one rank's, and {axis.per} share "
+            f"an entry: use a tensor_parallel_size that gives each rank a multiple of {needed} {axis.of}"
+        )
 
     def check_numbers(self, name: str, tensor: torch.Tensor) -> None:
         """See that scales are such.

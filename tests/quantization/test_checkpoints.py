@@ -187,8 +187,6 @@ def test_ranks_together_equal_one(name: str, hardware: str, monkeypatch: pytest.
         second = RowParallelLinear(192, 64)
         fill(name, {"mlp.gate_up_proj": first}, group)
         gate, up = first(x).chunk(2, -1)
-        if name.startswith("bnb"):  # whose blocks of 64 columns two ranks cannot share
-            return group.all_gather(gate * up)
         fill(name, {"mlp.down_proj": second}, group)
         return second(gate * up)
 
@@ -199,20 +197,26 @@ def test_ranks_together_equal_one(name: str, hardware: str, monkeypatch: pytest.
         assert spread(several, one) < most
 
 
-def test_columns_in_act_order_cannot_be_split() -> None:
-    def rank(group: TensorParallelGroup) -> None:
-        fill("gptq_desc_act", {"mlp.down_proj": RowParallelLinear(192, 64)}, group)
-
-    with pytest.raises(ConfigError, match=r"down_proj: .*act order.*use tensor_parallel_size=1"):
-        on_ranks(2, rank)
-
-
-def test_columns_of_a_group_cannot_be_split() -> None:
-    def rank(group: TensorParallelGroup) -> None:
-        fill("bnb_nf4", {"mlp.down_proj": RowParallelLinear(192, 64)}, group)
-
-    with pytest.raises(ConfigError, match="end within a group of 64: use another tensor_parallel_size"):
-        on_ranks(2, rank)
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        (
+            "w4a16",
+            4,
+            r"weight_scale: columns 0 to 48 of the matrix are one rank's, and 32 share",
+        ),
+        ("awq", 4, r"down_proj\.qzeros: columns .* and 32 share an entry: use .* a multiple of 32 columns"),
+        (
+            "bnb_nf4",
+            4,
+            r"weight\.absmax: .* and 64 share an entry: use .* a multiple of 32 columns",
+        ),
+        ("w4a16", 64, r"down_proj\.weight_packed: columns 0 to 3 .* 8 share .* a multiple of 8 columns"),
+    ],
+)
+def test_columns_of_a_small_group_cannot_be_split(name: str, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fill(name, {"mlp.down_proj": RowParallelLinear(192, 64)}, TensorParallelGroup(0, size))
 
 
 def test_scales_of_the_kv_cache_are_the_checkpoint_s() -> None:

@@ -186,7 +186,8 @@ def test_a_tied_table_stored_plain_stays_so() -> None:
     torch.testing.assert_close(lm_head(x), x @ numbers.T, rtol=1e-5, atol=1e-5)
 
 
-def test_ranks_together_equal_one() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_equal_one(size: int) -> None:
     up, down, table = kept("q4-minimum", 128, 64, 0), kept("q6-group16", 64, 128, 1), kept("q8", 51, 64, 2)
     x, ids = torch.randn(3, 64), torch.tensor([0, 50, 26, 25])
 
@@ -199,9 +200,18 @@ def test_ranks_together_equal_one() -> None:
         return second(first(x)), embedding(ids), head(x)
 
     one = on_ranks(1, rank)[0]
-    for several in on_ranks(2, rank):
+    for several in on_ranks(size, rank):
         for a, b in zip(several, one, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_that_share_a_scale_cannot_be_split() -> None:
+    group, weights = TensorParallelGroup(1, 2), {"mlp.down_proj.weight": tensor(kept("q8", 8, 96, 0))}
+    with pytest.raises(
+        ConfigError,
+        match=r"mlp\.down_proj\.weight: columns 48 to 96 .* 32 share a scale: use .* multiple of 32",
+    ):
+        built({"mlp.down_proj": RowParallelLinear(96, 8)}, weights, "gguf", group=group)
 
 
 def test_sizes_are_known_before_anything_is_loaded() -> None:
