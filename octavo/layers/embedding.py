@@ -49,7 +49,8 @@ class VocabEmbedding(Layer):
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         part = self.method.part(prefix, self.vocab_size, self.hidden_size)
-        return matrix_targets(prefix, part, partial(_load_tokens, self, part), self.method.keeps)
+        load = partial(_load_tokens, self, part)
+        return matrix_targets(prefix, part, load, [_tokens(self)], self.method.keeps)
 
     def process_after_load(self) -> None:
         self.method.finish_embedding(self)
@@ -105,7 +106,8 @@ class LMHead(Layer):
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         part = self.method.part(prefix, self.vocab_size, self.hidden_size)
         optional = self.tied_to is not None
-        return matrix_targets(prefix, part, partial(self._load, part), self.method.keeps, optional)
+        load = partial(self._load, part)
+        return matrix_targets(prefix, part, load, [_tokens(self)], self.method.keeps, optional)
 
     def _load(self, part: MatrixPart, name: str, tensor: torch.Tensor) -> None:
         if self.tied_to is not None and not self._has_own:
@@ -130,5 +132,9 @@ def _load_tokens(layer: VocabEmbedding | LMHead, part: MatrixPart, name: str, te
     if layer.real < layer.rows:
         for parameter in layer.parameters(recurse=False):
             parameter[layer.real :].zero_()
-    shard = Shard(0, layer.first, layer.real, 0, layer.hidden_size)
-    part.load_shard(layer, name, tensor, shard)
+    part.load_shard(layer, name, tensor, _tokens(layer))
+
+
+def _tokens(layer: VocabEmbedding | LMHead) -> Shard:
+    """This rank's tokens."""
+    return Shard(0, layer.first, layer.real, 0, layer.hidden_size)

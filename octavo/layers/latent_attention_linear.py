@@ -17,6 +17,7 @@ from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide, matrix_
 from octavo.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from octavo.models.config import LatentConfig
 from octavo.quantization.linear_method import LinearMethod, MatrixPart, Shard, cpu_lacks
+from octavo.quantization.shard import Region
 
 
 def half_rotation_order(heads: int, head_dim: int, rope_dim: int) -> torch.Tensor:
@@ -101,14 +102,18 @@ class LatentUpProjection(Layer):
         rows = self.heads * head_dim
         shard = Shard(0, self.first_head * head_dim, self.local_heads * head_dim, 0, rank)
         part = self.method.part(prefix, rows, rank)
-        targets = matrix_targets(prefix, part, partial(self._load_part, part, shard))
+        targets = matrix_targets(prefix, part, partial(self._load_part, part, shard), [shard])
         if len(targets) == 1:  # a format that keeps scales beside the weight has them for kv_b_proj alone
             nope, value = self.latent.nope_dim, self.latent.value_dim
             ((whole, target),) = targets.items()
             keys, values = (f"{sibling(prefix, name)}.weight" for name in ("k_b_proj", "v_b_proj"))
             targets[whole] = replace(target, covers=(keys, values))
-            targets[keys] = LoadTarget((self.heads, rank, nope), self._load_keys)
-            targets[values] = LoadTarget((self.heads, value, rank), self._load_values)
+            for name, shape, load in (
+                (keys, (rank, nope), self._load_keys),
+                (values, (value, rank), self._load_values),
+            ):
+                mine = Region(shape, (0, 0), shape).of_stack(self.heads, self.first_head, self.local_heads)
+                targets[name] = LoadTarget((self.heads, *shape), load, regions=(mine,))
         return targets
 
     def _load_part(self, part: MatrixPart, shard: Shard, name: str, tensor: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.experts_method import ExpertsMethod, experts_method
 from octavo.quantization.linear_method import LinearMethod, MatrixPart
+from octavo.quantization.shard import Region, Shard
 from octavo.quantization.stored_tensor import FLOATS, Dummy
 
 
@@ -59,7 +60,7 @@ class LoadTarget:
     stack of single experts): a checkpoint holds either these or it. `encodings` are GGML's, in which it takes
     a tensor as it is stored, as a `QuantizedTensor`. `dtypes` are the types in which it may come. `dummy`
     makes a random one where the ordinary random numbers are none (None: they are). With `any_size` its shape
-    says nothing.
+    says nothing. `regions` are what this rank takes of it (None: all), so that no more of a file is read.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +72,7 @@ class LoadTarget:
     dtypes: frozenset[torch.dtype] = FLOATS
     dummy: Dummy | None = None
     any_size: bool = False
+    regions: tuple[Region, ...] | None = None
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape may fill it."""
@@ -114,11 +116,12 @@ def matrix_targets(
     name: str,
     part: MatrixPart,
     load: Callable[[str, torch.Tensor], None],
+    shards: Sequence[Shard],
     encodings: frozenset[str] = frozenset(),
     optional: bool = False,
 ) -> dict[str, LoadTarget]:
     """The targets of what a checkpoint stores for the matrix `name`; `load` gets the end of each tensor's
-    name, and the tensor."""
+    name, and the tensor, of which it takes `shards`."""
     return {
         f"{name}.{key}": LoadTarget(
             stored.full_shape,
@@ -129,9 +132,15 @@ def matrix_targets(
             dtypes=stored.dtypes,
             dummy=stored.dummy,
             any_size=stored.any_size,
+            regions=_regions(part, key, shards),
         )
         for key, stored in part.tensors.items()
     }
+
+
+def _regions(part: MatrixPart, key: str, shards: Sequence[Shard]) -> tuple[Region, ...] | None:
+    found = [part.region(key, shard) for shard in shards]
+    return None if None in found else tuple(region for region in found if region is not None)
 
 
 def sibling(prefix: str, name: str) -> str:

@@ -24,6 +24,7 @@ from octavo.layers.layer import (
 )
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod, MatrixPart, Shard
+from octavo.quantization.shard import Region
 
 
 class MergedColumnParallelLinear(Layer):
@@ -89,9 +90,12 @@ class MergedColumnParallelLinear(Layer):
     ) -> dict[str, LoadTarget]:
         """The tensors of a matrix of `out_features` rows, of which this rank takes `shards`."""
         part = self.method.part(name, out_features, self.in_features, order)
-        targets = matrix_targets(name, part, partial(self._load_weight, part, shards), self.method.keeps)
+        load = partial(self._load_weight, part, shards)
+        targets = matrix_targets(name, part, load, shards, self.method.keeps)
         if self.has_bias:
-            targets[f"{name}.bias"] = LoadTarget((out_features,), partial(self._load_bias, shards, order))
+            mine = tuple(Region((out_features,), (shard.row,), (shard.rows,)) for shard in shards)
+            load_bias = partial(self._load_bias, shards, order)
+            targets[f"{name}.bias"] = LoadTarget((out_features,), load_bias, regions=mine)
         return targets
 
     def _load_weight(self, part: MatrixPart, shards: list[Shard], name: str, tensor: torch.Tensor) -> None:
@@ -230,7 +234,8 @@ class RowParallelLinear(Layer):
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         shard = Shard(0, 0, self.out_features, self.group.rank * self.local_in, self.local_in)
         part = self.method.part(prefix, self.out_features, self.in_features)
-        targets = matrix_targets(prefix, part, partial(self._load_weight, part, shard), self.method.keeps)
+        load = partial(self._load_weight, part, shard)
+        targets = matrix_targets(prefix, part, load, [shard], self.method.keeps)
         if self.bias is not None:
             targets[f"{prefix}.bias"] = LoadTarget((self.out_features,), copy_into(self.bias))
         return targets

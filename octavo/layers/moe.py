@@ -23,6 +23,7 @@ from octavo.layers.sublayer import Sublayer
 from octavo.models.config import MoEConfig
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, Matrix
+from octavo.quantization.shard import Region
 from octavo.quantization.stored_tensor import FLOATS
 
 Names = tuple[str, str, str]
@@ -110,6 +111,7 @@ class Experts(Layer):
             sizes = (hidden, inner) if matrix == "down" else (inner, hidden)
             for tensor, what in self.method.stored(matrix, *sizes).items():
                 load = partial(self.method.load_shard, self, tensor, matrix, shard=self.shard)
+                region = self.method.region(matrix, tensor, *sizes, self.shard)
                 covered = tuple(f"{stored}.{expert}.{name}.{tensor}" for expert in range(count))
                 common = LoadTarget(
                     what.full_shape,
@@ -119,11 +121,13 @@ class Experts(Layer):
                     dtypes=what.dtypes,
                     dummy=what.dummy,
                     any_size=what.any_size,
+                    regions=None if region is None else (region,),
                 )
                 for expert, single in enumerate(covered):
-                    mine = expert in self.local
-                    one = partial(load, expert - self.local.start) if mine else _not_ours
-                    targets[single] = replace(common, load=one)
+                    if expert in self.local:
+                        targets[single] = replace(common, load=partial(load, expert - self.local.start))
+                    else:
+                        targets[single] = replace(common, load=_not_ours, regions=())
                 if what.any_size:
                     continue
                 targets[f"{stored}.{name}.{tensor}"] = replace(
@@ -132,15 +136,25 @@ class Experts(Layer):
                     other_shapes=tuple((count, *shape) for shape in what.other_shapes),
                     load=partial(self._load_stack, load, every),
                     covers=covered,
+                    regions=None if region is None else (self._in_stack(region),),
                 )
                 if tensor == "weight" and what.dtypes == FLOATS:
                     singles[matrix] = covered
         if len(singles) == len(_MATRICES):
             targets[f"{prefix}.down_proj"] = targets[f"{stored}.{self.names[2]}.weight"]
+            joined, (first, size) = (2 * inner, hidden), (self.shard.first, self.shard.size)
+            both = (Region(joined, (start + first, 0), (size, hidden)) for start in (0, inner))
             targets[f"{prefix}.gate_up_proj"] = LoadTarget(
-                (count, 2 * inner, hidden), self._load_gate_up, covers=singles["gate"] + singles["up"]
+                (count, *joined),
+                self._load_gate_up,
+                covers=singles["gate"] + singles["up"],
+                regions=tuple(self._in_stack(region) for region in both),
             )
         return targets
+
+    def _in_stack(self, region: Region) -> Region:
+        """What is taken of all experts' tensors, where one's has the region."""
+        return region.of_stack(self.moe.num_experts, self.local.start, len(self.local))
 
     def _load_stack(self, load: Callable[..., None], every: slice, tensor: torch.Tensor) -> None:
         load(every, tensor[self.local.start : self.local.stop])

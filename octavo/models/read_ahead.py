@@ -32,12 +32,22 @@ class AsRead(Iterator[tuple[str, torch.Tensor]]):
         return next(self._weights)
 
 
+LEAST_RUN = 4 << 10
+"""Bytes of a piece of a matrix's rows from which on a rank that needs one of each reads these alone; shorter
+ones share pages with what lies between them."""
+
+
 class Span(NamedTuple):
-    """Bytes of a file that will be read as a whole."""
+    """Bytes of a file that the consumer gets as a whole.
+
+    Attributes:
+        parts: offset from the span's and number of bytes of what is read of it, in order; None: all.
+    """
 
     file: MappedFile
     offset: int
     nbytes: int
+    parts: Sequence[tuple[int, int]] | None = None
 
 
 class ReadAhead:
@@ -49,13 +59,21 @@ class ReadAhead:
 
     def __init__(self, spans: Sequence[Span]):
         self._spans = spans
-        self._starts = [0]
+        self._parted = any(span.parts is not None for span in spans)
+        # What is read, in runs; of span i those from `_first_run[i]` on.
+        self._runs: list[Span] = []
+        self._first_run = [0]
         for span in spans:
-            self._starts.append(self._starts[-1] + span.nbytes)
+            parts = ((0, span.nbytes),) if span.parts is None else span.parts
+            self._runs += [Span(span.file, span.offset + at, nbytes) for at, nbytes in parts]
+            self._first_run.append(len(self._runs))
+        self._starts = [0]
+        for run in self._runs:
+            self._starts.append(self._starts[-1] + run.nbytes)
         low, high = _WINDOW
         self._window = min(max(self._starts[-1] // _WINDOW_SHARE, low), high)
         self._piece = max(1 << 20, min(PIECE_BYTES, self._window // 4))
-        self._at = 0  # bytes of all spans that the consumer has behind it
+        self._at = 0  # bytes of all runs that the consumer has behind it
         self._asked = 0  # byte of the consumer's file up to which it made sure of its memory
         self._kept = 0  # byte of it from which on it holds memory
         self._closed = False
@@ -80,7 +98,7 @@ class ReadAhead:
     def take(self, index: int, device: torch.device) -> torch.Tensor:
         """The bytes of span `index`, uint8; a `FileTensor` where they are many."""
         before, self._current = self._spans[self._current].file, index
-        file, offset, nbytes = self._spans[index]
+        file, offset, nbytes, _ = self._spans[index]
         if file is not before or index == 0:
             if index:
                 before.give_back(self._kept, before.size - self._kept)
@@ -89,12 +107,14 @@ class ReadAhead:
         elif offset - self._kept >= self._piece:
             file.give_back(self._kept, offset - self._kept)
             self._kept = offset - offset % PAGE
-        self._move(self._starts[index])
+        self._move(self._starts[self._first_run[index]])
         view = file.bytes(offset, nbytes)
         if nbytes > (_LARGE_CPU if device.type == "cpu" else _LARGE_GPU):
             self._asked = offset + nbytes
             return FileTensor.of(view, self)
-        if offset + nbytes > self._asked:
+        if self._parted:
+            self.before(file.address + offset, nbytes)
+        elif offset + nbytes > self._asked:
             self._asked = min(max(offset + nbytes, offset + self._piece), file.size)
             file.populate(offset, self._asked - offset)
         return view
@@ -103,12 +123,28 @@ class ReadAhead:
 
     def before(self, address: int, nbytes: int) -> None:
         file = self._spans[self._current].file
-        file.populate(address - file.address, nbytes)
+        first = address - file.address
+        last = first + nbytes
+        for run in range(self._run_at(first), self._first_run[self._current + 1]):
+            _, offset, length, _ = self._runs[run]
+            if offset >= last:
+                break
+            begin = max(first, offset)
+            file.populate(begin, min(last, offset + length) - begin)
 
     def after(self, address: int, nbytes: int) -> None:
-        file, offset, _ = self._spans[self._current]
-        file.give_back(address - file.address, nbytes)
-        self._move(self._starts[self._current] + address - file.address - offset + nbytes)
+        file = self._spans[self._current].file
+        first = address - file.address
+        file.give_back(first, nbytes)
+        run = self._run_at(first + nbytes - 1)
+        if run < self._first_run[self._current + 1]:
+            _, offset, length, _ = self._runs[run]
+            self._move(self._starts[run] + min(max(0, first + nbytes - offset), length))
+
+    def _run_at(self, byte: int) -> int:
+        """The current span's first run that ends behind a byte of the file; the next span's if none does."""
+        first, last = self._first_run[self._current], self._first_run[self._current + 1]
+        return bisect.bisect_right(self._runs, byte, first, last, key=lambda run: run.offset + run.nbytes)
 
     def staging(self, device: torch.device) -> Staging:
         if device not in self._staging:
@@ -139,10 +175,10 @@ class ReadAhead:
                 return
             # The disk gets its orders a window further ahead; their pages are nobody's memory yet.
             while announced < min(position + 2 * self._window, total):
-                file, offset, nbytes = self._part(announced)
+                file, offset, nbytes, _ = self._part(announced)
                 file.announce(offset, nbytes)
                 announced += nbytes
-            file, offset, nbytes = self._part(position)
+            file, offset, nbytes, _ = self._part(position)
             try:
                 file.populate(offset, nbytes)
             except ModelError:
@@ -150,14 +186,14 @@ class ReadAhead:
             position += nbytes
 
     def _part(self, position: int) -> Span:
-        """The next piece of one file from a position among all spans' bytes on, joined over spans."""
+        """The next piece of one file from a position among all runs' bytes on, joined over runs."""
         index = bisect.bisect_right(self._starts, position) - 1
-        file, offset, nbytes = self._spans[index]
+        file, offset, _, _ = self._runs[index]
         begin = offset + position - self._starts[index]
         count = self._starts[index + 1] - position
-        while count < self._piece and index + 1 < len(self._spans):
+        while count < self._piece and index + 1 < len(self._runs):
             index += 1
-            following = self._spans[index]
+            following = self._runs[index]
             if following.file is not file or following.offset != begin + count:
                 break
             count += following.nbytes

@@ -6,6 +6,7 @@ copies it; pages are read ahead of the consumer and let go behind it (`read_ahea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import torch
 from octavo.errors import ModelError
 from octavo.models.bin_file import list_bins, load_bin
 from octavo.models.mapped_file import MappedFile
-from octavo.models.read_ahead import Span, read_spans
+from octavo.models.read_ahead import LEAST_RUN, Span, read_spans
 from octavo.models.safetensors_file import SafetensorsHeader, list_files, read_header
 from octavo.models.targets import Targets, check_tensors
+from octavo.quantization.shard import byte_ranges
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -87,7 +89,7 @@ def _safetensors(
             if name in wanted:
                 check_dtype(str(header.path), name, tensor.dtype, TORCH_DTYPES.get(tensor.dtype), targets)
     total = sum(t.nbytes for h in headers for name, t in h.tensors.items() if name in wanted)
-    return total, _read(headers, wanted, device)
+    return total, _read(headers, wanted, targets, device)
 
 
 def check_dtype(where: str, name: str, stored: str, dtype: torch.dtype | None, targets: Targets) -> None:
@@ -105,7 +107,7 @@ def check_dtype(where: str, name: str, stored: str, dtype: torch.dtype | None, t
 
 
 def _read(
-    headers: list[SafetensorsHeader], wanted: set[str], device: torch.device
+    headers: list[SafetensorsHeader], wanted: set[str], targets: Targets, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = []
     spans = []
@@ -114,11 +116,18 @@ def _read(
         for name, tensor in header.tensors.items():
             if name in wanted:
                 tensors.append(tensor)
-                spans.append(Span(file, tensor.offset, tensor.nbytes))
+                regions = targets[name].regions
+                parts = None
+                if regions is not None:
+                    itemsize = TORCH_DTYPES[tensor.dtype].itemsize
+                    parts = byte_ranges(regions, math.prod(tensor.shape), itemsize, LEAST_RUN)
+                whole = parts == [(0, tensor.nbytes)]
+                spans.append(Span(file, tensor.offset, tensor.nbytes, None if whole else parts))
     for tensor, raw in zip(tensors, read_spans(spans, device), strict=True):
         dtype = TORCH_DTYPES[tensor.dtype]
         # The format doesn't promise that a tensor's bytes begin where PyTorch wants them.
-        aligned = raw.clone() if tensor.offset % dtype.itemsize else raw
+        unaligned = tensor.offset % dtype.itemsize and targets[tensor.name].regions != ()
+        aligned = raw.clone() if unaligned else raw
         yield tensor.name, aligned.view(dtype).view(tensor.shape)
 
 

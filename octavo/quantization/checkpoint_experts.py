@@ -23,7 +23,7 @@ from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, Unqua
 from octavo.quantization.local_hardware import hardware_of
 from octavo.quantization.matrices import DenseMatrix, Matrix, blank_matrix, join
 from octavo.quantization.scheme import QuantizationConfig, Rule
-from octavo.quantization.shard import Shard
+from octavo.quantization.shard import Region, Shard
 from octavo.quantization.stored_tensor import StoredTensor
 
 _PLAIN = UnquantizedExpertsMethod()
@@ -129,6 +129,17 @@ class CheckpointExperts(ExpertsMethod):
             out[key] = replace(tensor, axes=shape or tensor.shape(out_features, in_features))
         return out
 
+    def region(
+        self,
+        matrix: experts_method.Matrix,
+        name: str,
+        out_features: int,
+        in_features: int,
+        shard: ExpertShard,
+    ) -> Region | None:
+        stored = self.layouts[matrix].tensors(out_features, in_features)[name]
+        return stored.region(out_features, in_features, _shard_of(matrix, out_features, in_features, shard))
+
     def load_shard(
         self,
         layer: nn.Module,
@@ -143,11 +154,8 @@ class CheckpointExperts(ExpertsMethod):
                 self.load_shard(layer, name, matrix, i, one, shard)
             return
         _, hidden, _ = layer.sizes  # type: ignore[misc]
-        hidden = int(hidden)
-        if matrix == "down":
-            rows, columns, piece = hidden, shard.total, Shard(0, 0, hidden, shard.first, shard.size)
-        else:
-            rows, columns, piece = shard.total, hidden, Shard(0, shard.first, shard.size, 0, hidden)
+        rows, columns = (int(hidden), shard.total) if matrix == "down" else (shard.total, int(hidden))
+        piece = _shard_of(matrix, rows, columns, shard)
         layout = self.layouts[matrix]
         tensors = layout.tensors(rows, columns)
         full = self.names[matrix].replace(".0.", f".{shard.first_expert + expert}.") + f".{name}"
@@ -237,6 +245,11 @@ class CheckpointExperts(ExpertsMethod):
         w13: Any = layer.w13
         w2: Any = layer.w2
         return reference_moe.experts(x, w13, w2, weights, experts, _run)
+
+
+def _shard_of(matrix: experts_method.Matrix, rows: int, columns: int, shard: ExpertShard) -> Shard:
+    (row, col), (num_rows, cols) = experts_method.piece_of(matrix, rows, columns, shard)
+    return Shard(0, row, num_rows, col, cols)
 
 
 def _expanded(layer: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from octavo.quantization.local_hardware import hardware_of
 from octavo.quantization.matrices import Matrix, Matrix8, blank_matrix, join
 from octavo.quantization.rounding import fitted
 from octavo.quantization.scheme import QuantizationConfig, Rule, WeightScheme
-from octavo.quantization.shard import Shard
+from octavo.quantization.shard import Region, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,11 @@ class CheckpointMethod(LinearMethod):
             )
             for key, stored in tensors.items()
         }
-        return MatrixPart(shapes, load)
+
+        def region(key: str, shard: Shard) -> Region | None:
+            return tensors[key].region(out_features, in_features, shard)
+
+        return MatrixPart(shapes, load, region)
 
     def checkpoint_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         part = self.part(next(reversed(self.rules)), out_features, in_features)

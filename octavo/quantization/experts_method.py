@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import moe_ops
 from octavo.quantization.linear_method import cpu_lacks, widening_linear
 from octavo.quantization.scheme import QuantizationConfig
+from octavo.quantization.shard import Region
 from octavo.quantization.stored_tensor import StoredTensor
 
 Matrix = Literal["gate", "up", "down"]
@@ -32,6 +33,15 @@ class ExpertShard:
     size: int
     total: int
     first_expert: int = 0
+
+
+def piece_of(
+    matrix: Matrix, rows: int, columns: int, shard: ExpertShard
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First row and column, and numbers of both, of a rank's piece of an expert's `[rows, columns]`."""
+    if matrix == "down":
+        return (0, shard.first), (rows, shard.size)
+    return (shard.first, 0), (shard.size, columns)
 
 
 class ExpertsMethod(ABC):
@@ -67,6 +77,12 @@ class ExpertsMethod(ABC):
         """What a checkpoint stores for one expert's matrix, by the names' ends, with full shapes."""
         shapes = self.checkpoint_tensors(out_features, in_features)
         return {name: StoredTensor(shape) for name, shape in shapes.items()}
+
+    def region(
+        self, matrix: Matrix, name: str, out_features: int, in_features: int, shard: ExpertShard
+    ) -> Region | None:
+        """What `load_shard` takes of one expert's tensor `name`; None: it may take all."""
+        return Region((out_features, in_features), *piece_of(matrix, out_features, in_features, shard))
 
     def recordable(self, layer: nn.Module) -> bool:
         """Whether `apply` can be recorded in a device graph."""

@@ -17,6 +17,7 @@ from octavo.quantization import gpu_linear
 from octavo.quantization.gpu_linear import GatedActivation as GatedActivation
 from octavo.quantization.packed_linear import pack, packed_linear
 from octavo.quantization.scheme import QuantizationConfig
+from octavo.quantization.shard import Region
 from octavo.quantization.shard import Shard as Shard
 from octavo.quantization.stored_tensor import StoredTensor
 
@@ -45,10 +46,12 @@ class MatrixPart:
     Attributes:
         tensors: by the names' ends (`weight`, `weight_scale`, …), with full shapes.
         load_shard: copies a shard of the full tensor of such a name into the layer.
+        region: what it takes of that tensor; None: it may take all.
     """
 
     tensors: dict[str, StoredTensor]
     load_shard: Callable[[nn.Module, str, torch.Tensor, Shard], None]
+    region: Callable[[str, Shard], Region | None]
 
 
 class LinearMethod(ABC):
@@ -103,7 +106,12 @@ class LinearMethod(ABC):
                 tensor = tensor[order.to(tensor.device)]
             self.load_shard(layer, name, tensor, shard)
 
-        return MatrixPart({name: StoredTensor(shape) for name, shape in shapes.items()}, load)
+        def region(name: str, shard: Shard) -> Region | None:
+            if shapes[name] != (out_features, in_features):
+                return None
+            return Region(shapes[name], (shard.row, shard.col), (shard.rows, shard.cols))
+
+        return MatrixPart({name: StoredTensor(shape) for name, shape in shapes.items()}, load, region)
 
     def process_after_load(self, layer: nn.Module) -> None:  # noqa: B027 (optional hook)
         """Repack once all shards are there. A tied head's matrix is also its embedding's: take it away

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -239,7 +240,7 @@ class GGUFMethod(QuantizedMethod):
                 )
             plain.load_shard(layer, key, tensor, shard)
 
-        return MatrixPart(plain.tensors, load)
+        return replace(plain, load_shard=load)
 
     def _kept(self, piece: torch.Tensor) -> QuantizedMatrix | torch.Tensor:
         return piece.matrix if isinstance(piece, QuantizedTensor) else piece.clone()

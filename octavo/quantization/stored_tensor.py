@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from octavo.errors import ConfigError, ModelError
-from octavo.quantization.shard import Shard
+from octavo.quantization.shard import Region, Shard
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int32, torch.int64})
@@ -70,6 +70,21 @@ class StoredTensor:
     def full_shape(self) -> tuple[int, ...]:
         """Its shape, where all axes are plain numbers."""
         return self.shape(0, 0)
+
+    def region(self, rows: int, columns: int, shard: Shard) -> Region | None:
+        """What `cut` takes for a shard of a matrix of that size; None: all."""
+        if self.any_size:
+            return None
+        boxes = []
+        for axis in self.axes:
+            if isinstance(axis, int):
+                boxes.append((axis, 0, axis))
+                continue
+            first, size = (shard.row, shard.rows) if axis.of == "rows" else (shard.col, shard.cols)
+            before = first // axis.per
+            boxes.append((axis.size(rows, columns), before, -(-(first + size) // axis.per) - before))
+        shape, first_of, size_of = zip(*boxes, strict=True) if boxes else ((), (), ())
+        return Region(shape, first_of, size_of)
 
     def check(self, name: str, rows: int, columns: int) -> None:
         """See that the matrix has entries for it.
