@@ -33,10 +33,12 @@ class AsRead(Iterator[tuple[str, torch.Tensor]]):
 
 
 LEAST_RUN = 64 << 10
-"""Bytes from which on a run of a tensor is read apart from what lies before and after it. Shorter are a rank's
-pieces of the rows of a matrix that is split by columns, which is read as a whole: measured for two ranks of one
-host, pieces of 14 KiB took 6.7 and 8.0 s of a cold disk where whole matrices took 4.6 and 4.4 s (7.6 s and 5.1 s
-where all was in the page cache), and the disk is read once either way, since ranks share the page cache."""
+"""Bytes from which on a run of a tensor is read apart from what lies before and after it.
+
+Shorter are a rank's pieces of the rows of a matrix that is split by columns, which is read as a whole: for
+two ranks of one host, pieces of 14 KiB took 6.7 and 8.0 s from a cold disk where whole matrices took 4.6 and
+4.4 s (7.6 and 5.1 s where all was in the page cache). The disk is read once either way: ranks share the page
+cache."""
 
 
 class Span(NamedTuple):
