@@ -358,12 +358,15 @@ class DraftOrder:
         updates: new entries of the draft's block tables, by its KV groups.
         catch_up: tokens of the requests' texts that the draft has to compute before.
         follows: bool `[n]`, the requests whose rows a head takes in; None: what drafts reads tokens alone.
+        threshold: a request's draft ends before the token with which the product of the draft's probabilities
+            falls below this, and the result tells where; None: drafts are as long as `counts` says.
     """
 
     counts: np.ndarray
     updates: list[BlockUpdate]
     catch_up: int = 0
     follows: np.ndarray | None = None
+    threshold: float | None = None
 
 
 @dataclass
@@ -442,6 +445,9 @@ class StepResult:
         prompt_logprobs: per request in plan order, entries of the step's prompt rows, or None.
         pooled: per request in plan order, its text's vector as native float32, or None.
         copies_done: numbers of `BlockCopies` that are through since the last result.
+        drafted: int32 `[n]`, how many tokens the workers drafted for each request after the step; -1: none
+            were asked for. None: as many as were ordered, for an order without a threshold.
+        products: float32 `[n, k]`, of each draft's probability and those before it, with `drafted`.
         draft_seconds: that the workers took to draft after the step (0: they did not, or it isn't known).
         copies_failed: numbers of those whose host blocks could not be read or written; they touch no block
             any more. Every number is named once in either list, also if its step failed (then by a later
@@ -456,6 +462,8 @@ class StepResult:
     copies_done: list[int] = field(default_factory=list)
     copies_failed: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
+    drafted: np.ndarray | None = None
+    products: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ _USED_BY: dict[str, tuple[str, ...]] = {
     "revision": _WITH_MODEL,
     "quantization": _WITH_MODEL,
     "parallel_drafting": WHOLE_MODELS,
+    "draft_confidence_threshold": ("draft_model", "eagle3"),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -68,6 +69,13 @@ class SpeculativeConfig:
         True,
         "Draft as many tokens as pay, by measured acceptance and times of steps, down to none; off: always "
         "num_speculative_tokens.",
+    )
+    draft_confidence_threshold: float | None = setting(
+        None,
+        "A draft ends before the token with which the product of the draft's own probabilities falls below "
+        "this; 0: it doesn't; by default it is learned, where adaptive. Not with async_scheduling.",
+        low=0.0,
+        high=1.0,
     )
     prompt_lookup_min: int = setting(2, "Fewest tokens that must be found again (ngram).", low=1, high=64)
     prompt_lookup_max: int = setting(5, "Most tokens that are looked for (ngram).", low=1, high=64)

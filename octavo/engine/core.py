@@ -59,8 +59,7 @@ class EngineCore:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} tokens ({error}): lower these, or "
                 "max_model_len"
             ) from None
-        overlap = self.facts.overlap if config.async_scheduling is None else config.async_scheduling
-        self._depth = 1 if overlap else 0
+        self._depth = 1 if self._overlaps else 0
         # With the time at which each was launched, seconds (`time.perf_counter`).
         self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep, float]] = collections.deque()
         self._last_end = 0.0
@@ -93,6 +92,12 @@ class EngineCore:
             self.executor.block_store,
         )
         speculative = config.speculative
+        confidence = None if speculative is None else speculative.draft_confidence_threshold
+        if confidence and self._overlaps:
+            raise ConfigError(
+                f"draft_confidence_threshold={confidence:g} needs steps that wait for drafts: give "
+                "async_scheduling=False, or leave it out"
+            )
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=config.max_num_seqs,
@@ -107,6 +112,11 @@ class EngineCore:
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 adaptive_drafts=speculative is None or speculative.adaptive,
                 draft_method="draft_model" if speculative is None else speculative.method,
+                stops_drafts=speculative is not None
+                and speculative.method != "pard"
+                and not self._overlaps
+                and (speculative.adaptive if confidence is None else confidence > 0),
+                draft_confidence=confidence,
             ),
             self.kv,
             None if speculative is None else make_host_proposer(speculative),
@@ -115,6 +125,12 @@ class EngineCore:
             else None,
             facts.draft_max_model_len,
         )
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step is planned before the one before it is through."""
+        asked = self.config.async_scheduling
+        return self.facts.overlap if asked is None else asked
 
     @property
     def facts(self) -> ModelFacts:

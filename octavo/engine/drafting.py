@@ -80,7 +80,7 @@ class Drafting(ABC):
         chosen = np.flatnonzero(live & (plan.num_drafts > 0) & (result.num_tokens > 0))
         slots, drafted = plan.slots[chosen], plan.num_drafts[chosen]
         stood = result.num_tokens[chosen] - 1
-        self.adaptation.acceptance.judged(slots, self.kinds[slots], drafted, stood)
+        self.learn(slots, drafted, stood)
         stats.spec_drafts += len(chosen)
         stats.spec_draft_tokens += int(drafted.sum())
         stats.spec_accepted_tokens += int(stood.sum())
@@ -88,6 +88,17 @@ class Drafting(ABC):
         stats.spec_accepted_per_pos = [
             a + b for a, b in zip(stats.spec_accepted_per_pos or [0] * self.most, by_position, strict=True)
         ]
+
+    def learn(self, slots: np.ndarray, drafted: np.ndarray, stood: np.ndarray) -> None:
+        """Drafts were judged: integer `[n]` each, how many there were, and how many leading ones stood."""
+        self.adaptation.acceptance.judged(slots, self.kinds[slots], drafted, stood)
+
+    def drafted(self, plan: StepPlan, live: np.ndarray, result: StepResult) -> None:  # noqa: B027
+        """A step's drafts are there, if the workers made any.
+
+        Args:
+            live: bool `[n]`, requests of the plan that are still in their slots.
+        """
 
     def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """A step took so long, its result included."""

@@ -57,7 +57,8 @@ class HeadDrafting(WorkerDrafting):
         if not follows.any():
             return None
         others = int((rows - 1 - state.num_drafts[slots]).sum())
-        return DraftOrder(counts.astype(np.int32), self._blocks.take_updates(), others, follows)
+        updates = self._blocks.take_updates()
+        return DraftOrder(counts.astype(np.int32), updates, others, follows, self._threshold())
 
     def _resting(self, slots: np.ndarray) -> np.ndarray:
         return self.adaptive & (self._idle[slots] >= _PATIENCE)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.engine.draft_stops import DraftStops
 from octavo.engine.drafting import Drafting, HostDrafting
 from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.head_drafting import HeadDrafting
@@ -71,6 +72,9 @@ class SchedulerLimits:
     adaptive_drafts: bool = True
     draft_method: str = "draft_model"  # of what drafts on the workers
 
+    stops_drafts: bool = False  # workers' drafts end for lack of confidence
+    draft_confidence: float | None = None  # below which they do; None: it is learned
+
     @property
     def most_rows(self) -> int:
         """Rows of one request in a step."""
@@ -110,7 +114,12 @@ class Scheduler:
         elif draft_blocks is not None:
             budget = limits.max_num_batched_tokens
             kind = _WORKER_DRAFTING.get(limits.draft_method, WorkerDrafting)
-            self.drafting = kind(draft_blocks, self._slots, *bounds, budget, draft_max_model_len)
+            stops = None
+            if limits.stops_drafts:
+                stops = DraftStops(
+                    limits.max_num_seqs, limits.num_speculative_tokens, limits.draft_confidence
+                )
+            self.drafting = kind(draft_blocks, self._slots, *bounds, budget, draft_max_model_len, stops)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()
@@ -499,6 +508,8 @@ class Scheduler:
         self._end_copies(result)
         if plan.num_drafts is not None:
             self._take_back(plan, step.epochs, result)
+        if result.drafted is not None and self.drafting is not None:
+            self.drafting.drafted(plan, self._slots.epoch[plan.slots] == step.epochs, result)
         outputs = take_in(self._slots, plan, step.epochs, result, self.stats, self._finish)
         if self.kv.hasher is not None:
             left = plan.slots[self._slots.epoch[plan.slots] == step.epochs]

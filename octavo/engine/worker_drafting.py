@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from octavo.engine.draft_stops import DraftStops
 from octavo.engine.drafting import Drafting
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
@@ -31,11 +32,14 @@ class WorkerDrafting(Drafting):
         max_rows: int,
         max_batch: int,
         max_length: int,
+        stops: DraftStops | None = None,
     ):
         """
         Args:
             max_batch: rows of a step (`max_num_batched_tokens`).
             max_length: tokens of the longest text that the draft takes.
+            stops: ends drafts for lack of confidence; None: they are as long as they were ordered. With it,
+                the next step is planned when it is known where they ended.
         """
         super().__init__(slots, 1, most, adaptive, max_rows)
         num_slots = len(slots.num_tokens)
@@ -45,6 +49,8 @@ class WorkerDrafting(Drafting):
         self._follows = np.zeros(num_slots, bool)  # it needs just the newest
         self._cost: np.ndarray = np.full(num_slots + 1, np.nan)  # seconds of one draft each, by requests
         self._row_cost = np.nan  # seconds of one token of a text
+        self._stops = stops
+        self._marginal: float | None = None  # what a draft of the next order must promise; None: it's a trial
 
     def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
         """See `Drafting`."""
@@ -71,7 +77,12 @@ class WorkerDrafting(Drafting):
         self._valid[slots[chosen]] = known[chosen] - state.in_doubt[slots[chosen]]
         if not chosen.any():
             return None
-        return DraftOrder(counts.astype(np.int32), self._blocks.take_updates(), int(behind))
+        updates = self._blocks.take_updates()
+        return DraftOrder(counts.astype(np.int32), updates, int(behind), threshold=self._threshold())
+
+    def _threshold(self) -> float | None:
+        """Of the order that is being made."""
+        return None if self._stops is None else self._stops.threshold(self._marginal)
 
     def _counts(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Tokens to draft for each request, int64 `[n]`: for those that are `able` as many as pay and fit."""
@@ -86,6 +97,7 @@ class WorkerDrafting(Drafting):
     def _choose(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
         """How many tokens to draft for each request, int64 `[n]`."""
         none = np.zeros(len(slots), np.int64)
+        self._marginal = None
         n = int(able.sum())
         fitting = (min(self.max_rows, self._max_batch) // n - 1) if n else 0
         most = min(self.most, fitting)
@@ -98,32 +110,63 @@ class WorkerDrafting(Drafting):
         if curve is None or len(curve) <= n * most or not self.adaptation.times.knows(n):
             return none  # until a plain step was measured
         plain = float(curve[0])
-        counts = np.arange(most + 1)
         odds = self.adaptation.acceptance.odds(slots[able], self.kinds[slots[able]])[:, :most]
         tokens = n + np.concatenate(([0.0], np.cumsum(odds.sum(axis=0))))
-        seconds = curve[counts * n] + self._drafting_seconds(n, counts, plain)
+        rows, passes = self._lengths(n, most)
+        seconds = np.interp(rows, np.arange(len(curve)), curve) + self._drafting_seconds(n, passes, plain)
         rates = tokens / seconds
         best = int(rates.argmax())
         behind = self._behind(slots, known)
         row_cost = _PRIOR_ROW * plain if np.isnan(self._row_cost) else self._row_cost
         if best:
+            cost = float(curve[best * n] - plain + self._drafting_seconds(n, np.array([best]), plain)[0])
+            self._marginal = cost / (best * n) * float(rates[best])
             # What catching up costs must be won back in what the request has left, as far as is known.
             gain = (1 - rates[0] / rates[best]) * plain / n
             left = (self.slots.max_total[slots] - known) / 2
             return wanted * best * (behind * row_cost <= left * gain)
         trial = int(np.where(able, behind, np.iinfo(np.int64).max).argmin())
-        cost = float(self._drafting_seconds(1, counts[most:], plain)[0]) + behind[trial] * row_cost
+        cost = float(self._drafting_seconds(1, np.array([most]), plain)[0]) + behind[trial] * row_cost
         cost += float(curve[most] - curve[0])
         if self.adaptation.spend(cost):
             none[trial] = most
         return none
+
+    def _lengths(self, n: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of orders of 0, 1, … `most` tokens for each of n requests: how many drafts come of them, and how
+        many passes of the draft they take, `[most + 1]` each."""
+        if self._stops is None:
+            return n * np.arange(most + 1), np.arange(most + 1)
+        kept = self._stops.kept[:most]
+        going_on = np.append(1.0, kept)[:most]  # after each draft that was kept comes a pass
+        return n * np.append(0.0, np.cumsum(kept)), np.append(0.0, np.cumsum(going_on))
+
+    def drafted(self, plan: StepPlan, live: np.ndarray, result: StepResult) -> None:
+        """See `Drafting`."""
+        order, made = plan.propose, result.drafted
+        if self._stops is None or order is None or made is None or result.products is None:
+            return
+        told = np.flatnonzero(live & (made >= 0))
+        slots = plan.slots[told]
+        self._made[slots] = made[told]
+        self._stops.ended(slots, order.counts[told], made[told], result.products[told])
+        # Those that ended at once are not judged, and yield nothing.
+        none = slots[made[told] == 0]
+        one, nothing = np.ones(len(none), np.int32), np.zeros(len(none), np.int32)
+        self.adaptation.acceptance.judged(none, self.kinds[none], one, nothing)
+
+    def learn(self, slots: np.ndarray, drafted: np.ndarray, stood: np.ndarray) -> None:
+        """See `Drafting`."""
+        super().learn(
+            slots, drafted if self._stops is None else self._stops.judged(slots, drafted, stood), stood
+        )
 
     def _drafting_seconds(self, n: int, counts: np.ndarray, plain: float) -> np.ndarray:
         """How long drafting takes, float64 `[m]`.
 
         Args:
             n: requests that are drafted for.
-            counts: int64 `[m]`, tokens drafted for each of them.
+            counts: `[m]`, passes of the draft, or tokens drafted in one.
             plain: seconds of a step of n requests without drafts.
         """
         known = np.flatnonzero(~np.isnan(self._cost))
@@ -141,10 +184,13 @@ class WorkerDrafting(Drafting):
         order = plan.propose
         if order is None or not result.draft_seconds or not order.counts.any():
             return
+        passes = order.counts
+        if result.drafted is not None:
+            passes = np.minimum(result.drafted + 1, passes)
         if not order.catch_up:
-            self._took(order.counts, result.draft_seconds)
+            self._took(passes, result.draft_seconds)
             return
-        n, most = int((order.counts > 0).sum()), order.counts.max(keepdims=True).astype(np.int64)
+        n, most = int((passes > 0).sum()), passes.max(keepdims=True).astype(np.int64)
         spent = result.draft_seconds - float(self._drafting_seconds(n, most, 0.0)[0])
         if spent > 0:
             self._row_cost = _mixed(self._row_cost, spent / order.catch_up)

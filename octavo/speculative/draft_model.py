@@ -16,6 +16,7 @@ import torch
 from octavo.messages import BlockUpdate, StepPlan
 from octavo.sampling.processors import upload
 from octavo.sampling.sampler import Sampler
+from octavo.speculative.confidence import Confidence, Drafted
 
 _NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
 
@@ -64,6 +65,7 @@ class DraftModel:
         self._valid = np.zeros(num_slots, np.int64)  # tokens that the draft's cache holds at least
         self._follows = np.zeros(num_slots, bool)  # the request's last step drafted
         self._updates: list[BlockUpdate] = []
+        self._confidence: Confidence | None = None  # of the drafts that are being made
         self._steps = 0
 
     def enter(self, slots: np.ndarray) -> None:
@@ -79,7 +81,8 @@ class DraftModel:
         most_known: np.ndarray,
         known: torch.Tensor,
         updates: list[BlockUpdate],
-    ) -> None:
+        threshold: float | None = None,
+    ) -> Drafted | None:
         """Draft, and write the drafts behind the known tokens of the token table.
 
         To be called for each step that yields tokens, also if nothing is drafted.
@@ -91,17 +94,25 @@ class DraftModel:
             least_known, most_known: int64 `[n]` on the host, bounds of `known`.
             known: int64 `[n]` on the device, tokens known.
             updates: new entries of the draft's block tables.
+            threshold: as `DraftOrder.threshold`.
+
+        Returns:
+            Where drafts ended (`requests` are those of this call), if there is a threshold.
         """
-        self._updates = updates
+        self._updates, self._confidence = updates, None
         for update in updates:  # a slot whose blocks were taken back begins anew
             self.enter(update.slots[update.columns == 0])
         chosen = np.flatnonzero(counts)
         if len(chosen):
+            if threshold is not None:
+                self._confidence = Confidence(len(chosen), int(counts.max()), threshold, known.device)
             self._catch_up(slots[chosen], most_known[chosen])
             index = upload(chosen, known.device)
             self._draft(slots[chosen], counts[chosen], most_known[chosen], known[index])
             self._valid[slots[chosen]] = least_known[chosen]
         self._follows[slots] = counts > 0
+        seen = self._confidence
+        return None if seen is None else Drafted(chosen, seen.made, seen.products)
 
     def _catch_up(self, slots: np.ndarray, most_known: np.ndarray) -> None:
         """Compute all but the last two tokens of requests whose last step did not draft. Rows beyond the
@@ -119,12 +130,14 @@ class DraftModel:
     def _draft(
         self, slots: np.ndarray, counts: np.ndarray, most_known: np.ndarray, known: torch.Tensor
     ) -> None:
-        slots_d = upload(slots.astype(np.int64), known.device)
+        slots_d, places = upload(slots.astype(np.int64), known.device), np.arange(len(slots))
         for j in range(int(counts.max())):
             live = np.flatnonzero(counts > j)
+            if not len(live):
+                return
             if len(live) < len(slots):
                 index = upload(live, known.device)
-                slots, slots_d, counts = slots[live], slots_d[index], counts[live]
+                slots, slots_d, counts, places = slots[live], slots_d[index], counts[live], places[live]
                 most_known, known = most_known[live], known[index]
             rows = np.full(len(slots), 1 if j else 2)
             logits = self._run(slots, rows, most_known + j - rows, None if j else (slots_d, known - 2))
@@ -132,6 +145,8 @@ class DraftModel:
             position = known + j
             drawn = self._sampler(logits, slots, slots_d, position, self._table, most_known + j)
             self._append(slots_d, position, drawn.tokens, self._table)
+            if self._confidence is not None:
+                counts = counts * self._confidence.take(places, j, logits, drawn.tokens)
 
     def _run(
         self,

@@ -16,6 +16,7 @@ import torch
 from octavo.messages import BlockUpdate, StepPlan
 from octavo.sampling.processors import upload
 from octavo.sampling.sampler import Sampler
+from octavo.speculative.confidence import Confidence, Drafted
 
 
 @dataclass
@@ -100,7 +101,8 @@ class Eagle3:
         known: torch.Tensor,
         stood: torch.Tensor | None,
         updates: list[BlockUpdate],
-    ) -> None:
+        threshold: float | None = None,
+    ) -> Drafted | None:
         """Take a step's rows in, and write drafts behind the known tokens of the token table.
 
         Args:
@@ -110,6 +112,10 @@ class Eagle3:
             stood: int64 `[m]` on the device, how many of the drafts that the step judged stood; None: there
                 were none.
             updates: new entries of the head's block tables.
+            threshold: as `DraftOrder.threshold`.
+
+        Returns:
+            Where drafts ended (`requests` are those of `step`), if there is a threshold.
         """
         device = self._table.device
         new = self._begin[step.slots] < 0
@@ -137,15 +143,20 @@ class Eagle3:
             None if len(wanted) == len(owners) else wanted,
         )
         if not len(drafting):
-            return
+            return None
         index = upload(drafting, device)
         none = [BlockUpdate(*np.zeros((3, 0), np.int32)) for _ in updates]
         slots, slots_d, begin, begin_d = step.slots[drafting], slots_d[index], begin[drafting], begin_d[index]
         counts, tokens = counts[drafting], known  # until there are some
+        seen, places = None, np.arange(len(drafting))
+        if threshold is not None:
+            seen = Confidence(len(drafting), int(counts.max()), threshold, device)
         for j in range(int(counts.max())):
             live = np.flatnonzero(counts > j)
+            if not len(live):
+                break
             if len(live) < len(slots):
-                index = upload(live, device)
+                index, places = upload(live, device), places[live]
                 slots, begin, counts, most_known = slots[live], begin[live], counts[live], most_known[live]
                 slots_d, begin_d, known, made, tokens = (
                     x.index_select(0, index) for x in (slots_d, begin_d, known, made, tokens)
@@ -161,6 +172,9 @@ class Eagle3:
             position, logits = known + j, self._forward.logits(made)
             tokens = self._sampler(logits, slots, slots_d, position, self._table, most_known + j).tokens
             self._append(slots_d, position, tokens, self._table)
+            if seen is not None:
+                counts = counts * seen.take(places, j, logits, tokens)
+        return None if seen is None else Drafted(drafting, seen.made, seen.products)
 
     def _plan(
         self, slots: np.ndarray, rows: np.ndarray, start: np.ndarray, updates: list[BlockUpdate]

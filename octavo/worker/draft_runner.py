@@ -10,6 +10,7 @@ import torch
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
+from octavo.speculative.confidence import Drafted
 from octavo.speculative.draft_model import DraftModel
 from octavo.speculative.pard import Pard
 from octavo.worker.draft_loading import LoadedDraft
@@ -86,7 +87,7 @@ class DraftModelDrafter:
 
     def after_step(
         self, plan: StepPlan, inputs: StepInputs, known: torch.Tensor | None, num_tokens: torch.Tensor | None
-    ) -> None:
+    ) -> Drafted | None:
         """See `StepDrafter`."""
         assert known is not None
         chosen, order = inputs.sample_requests, plan.propose
@@ -96,7 +97,11 @@ class DraftModelDrafter:
             least = least - plan.in_doubt[chosen]
         counts = np.zeros(len(chosen), np.int32) if order is None else order.counts[chosen]
         updates = [] if order is None else order.updates
-        self._draft.propose(plan.slots[chosen], counts, least, most, known, updates)
+        threshold = None if order is None else order.threshold
+        drafted = self._draft.propose(plan.slots[chosen], counts, least, most, known, updates, threshold)
+        if drafted is not None:
+            drafted.requests = chosen[drafted.requests]
+        return drafted
 
 
 def attach_draft(

@@ -12,6 +12,7 @@ from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
 from octavo.models.eagle3 import Eagle3Head
 from octavo.sampling.processors import upload
+from octavo.speculative.confidence import Drafted
 from octavo.speculative.eagle3 import Eagle3, FollowedRows
 from octavo.worker.draft_tables import DraftTables
 from octavo.worker.input_batch import StepInputs
@@ -78,12 +79,12 @@ class HeadDrafter:
 
     def after_step(
         self, plan: StepPlan, inputs: StepInputs, known: torch.Tensor | None, num_tokens: torch.Tensor | None
-    ) -> None:
+    ) -> Drafted | None:
         """See `StepDrafter`."""
         order = plan.propose
         if order is None or order.follows is None:
             self._head.enter(plan.slots)
-            return
+            return None
         self._head.enter(plan.slots[~order.follows])
         chosen, total, device = np.flatnonzero(order.follows), plan.total_rows, inputs.positions.device
         states, positions = [s[:total] for s in self._model.aux_states], inputs.positions[:total]
@@ -102,7 +103,7 @@ class HeadDrafter:
             stood = None if num_tokens is None else num_tokens.long() - 1
         else:
             known = positions[:0]
-        self._head.follow(
+        drafted = self._head.follow(
             FollowedRows(
                 plan.slots[chosen],
                 plan.num_rows[chosen],
@@ -116,7 +117,11 @@ class HeadDrafter:
             known,
             stood,
             order.updates,
+            order.threshold,
         )
+        if drafted is not None:
+            drafted.requests = chosen[drafted.requests]
+        return drafted
 
 
 def attach_head(

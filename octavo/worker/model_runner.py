@@ -18,6 +18,7 @@ from octavo.sampling.processors import upload
 from octavo.sampling.sampler import RowMasks, Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
+from octavo.speculative.confidence import Drafted
 from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
@@ -39,12 +40,15 @@ class StepDrafter(Protocol):
 
     def after_step(
         self, plan: StepPlan, inputs: StepInputs, known: torch.Tensor | None, num_tokens: torch.Tensor | None
-    ) -> None:
+    ) -> Drafted | None:
         """A step was launched; its tokens are in the token table.
 
         Args:
             known: int64 `[m]`, tokens known of the requests that yielded some; None: none did.
             num_tokens: integer `[m]`, how many these yielded; None: one each.
+
+        Returns:
+            Where drafts ended, for an order with a threshold.
         """
 
 
@@ -151,7 +155,7 @@ class ModelRunner:
             num_tokens = sampled.num_tokens
             known = self.batch.sample_ends(inputs) + (1 if num_tokens is None else num_tokens)
         timer = DeviceTimer(self.device)
-        self.draft.after_step(plan, inputs, known, num_tokens)
+        launched.take_drafted(self.draft.after_step(plan, inputs, known, num_tokens))
         launched.drafting = timer.stop() if plan.propose is not None else None
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -255,6 +259,8 @@ class LaunchedStep:
         self._prompt = prompt
         self._transfer = transfer
         self.drafting: DeviceTimer | None = None  # of the drafts that were made after the step
+        self._drafted: tuple[np.ndarray, torch.Tensor, torch.Tensor] | None = None
+        self._drafted_event: torch.cuda.Event | None = None
         self._draw = None
         if callable(sampled):
             self._draw = sampled
@@ -271,6 +277,15 @@ class LaunchedStep:
             raise ValueError(f"step {self._plan.step_id} has no tokens to draw under masks")
         draw, self._draw = self._draw, None
         self._fetch(draw(masks))
+
+    def take_drafted(self, drafted: Drafted | None) -> None:
+        """Begin to copy where drafts ended."""
+        if drafted is None:
+            return
+        self._drafted = drafted.requests, _to_host(drafted.made), _to_host(drafted.products)
+        if drafted.made.device.type == "cuda":
+            self._drafted_event = torch.cuda.Event()
+            self._drafted_event.record()
 
     def _fetch(self, sampled: VerifyOutput | None) -> None:
         """Begin to copy what was drawn."""
@@ -298,6 +313,8 @@ class LaunchedStep:
         if self._event is not None:
             try:
                 self._event.synchronize()
+                if self._drafted_event is not None:
+                    self._drafted_event.synchronize()
             except RuntimeError as error:
                 raise EngineDeadError(f"the device failed: {error}") from error
         n = len(self._plan.slots)
@@ -308,6 +325,11 @@ class LaunchedStep:
             result = self._spread(n, tokens.reshape(len(tokens), -1), self._num_tokens)
         if self.drafting is not None:
             result.draft_seconds = self.drafting.seconds()
+        if self._drafted is not None:
+            requests, made, products = self._drafted
+            result.drafted = np.full(n, -1, np.int32)
+            result.products = np.zeros((n, products.shape[1]), np.float32)
+            result.drafted[requests], result.products[requests] = made.numpy(), products.numpy()
         result.logprobs = self._unpack_logprobs(n)
         result.prompt_logprobs = self._unpack_prompt(n)
         return result
