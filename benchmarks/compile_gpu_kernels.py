@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,18 @@ def _write_case(heads: int, kv_heads: int, dim: int, fmt: KVFormat, how: int) ->
     """Rows into a cache of 8 bits, and its values back."""
 
     def call() -> None:
-        cache, codes = _quantized(fmt, how)
+        cache, plain = _quantized(fmt, how)
+        centred = [] if fmt.dtype == "int8" else [replace(plain, centre=torch.empty(kv_heads, dim))]
         qkv = torch.empty(4, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         slots, weight = torch.zeros(4, dtype=torch.int64), torch.empty(dim, dtype=torch.bfloat16)
-        for w in (None, weight):
-            rotary_kv.rotary_and_write_kv(
-                q, k, v, torch.empty(64, dim), slots, cache, slots, w, w, codes=codes
-            )
-        rotary_kv.write_kv(k, v, cache, slots, codes)
-        kv_encode.gather_kv(cache, codes, torch.zeros(4, dtype=torch.int32), 50, torch.bfloat16)
+        for codes in (plain, *centred):
+            for w in (None, weight):
+                rotary_kv.rotary_and_write_kv(
+                    q, k, v, torch.empty(64, dim), slots, cache, slots, w, w, codes=codes
+                )
+            rotary_kv.write_kv(k, v, cache, slots, codes)
+        kv_encode.gather_kv(cache, plain, torch.zeros(4, dtype=torch.int32), 50, torch.bfloat16)
 
     return call
 

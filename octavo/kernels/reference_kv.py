@@ -1,8 +1,10 @@
 """Quantized KV caches in plain PyTorch: what the kernels of every device must agree with.
 
 Layouts are `octavo.kv.format.KVFormat`'s. FP8 numbers are those of the OCP 8-bit formats (E4M3 without
-infinities, largest 448; E5M2, largest 57344), rounded to nearest even and saturated. INT8 numbers are
-codes -127 .. 127 times a float16 scale per token and head, plus a float16 offset if the format has one.
+infinities, largest 448; E5M2, largest 57344), rounded to nearest even and saturated. FP8 keys may be stored
+less a vector that is the same for all of a head's (`octavo.worker.kv_scales`): it adds the same number to all
+scores of a row, which softmax doesn't see, so that nobody adds it again. INT8 numbers are codes -127 .. 127
+times a float16 scale per token and head, plus a float16 offset if the format has one.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FP8_LARGEST = {"fp8": 448.0, "fp8_e5m2": 57344.0}
 
 
-def quantize_fp8(x: torch.Tensor, kind: str, scale: torch.Tensor) -> torch.Tensor:
-    """Codes (uint8, `x`'s shape) of `x` `[rows, heads, dim]` over `scale` (float32 `[heads]`)."""
+def quantize_fp8(
+    x: torch.Tensor, kind: str, scale: torch.Tensor, centre: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Codes (uint8, `x`'s shape) of `x` `[rows, heads, dim]`, less `centre` (float32 `[heads, dim]`) if it is
+    given, over `scale` (float32 `[heads]`)."""
     largest = FP8_LARGEST[kind]
-    scaled = (x.float() / scale[:, None]).clamp(-largest, largest)
+    x = x.float() if centre is None else x.float() - centre
+    scaled = (x / scale[:, None]).clamp(-largest, largest)
     return scaled.to(FP8_DTYPES[kind]).view(torch.uint8)
 
 

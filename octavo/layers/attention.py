@@ -122,6 +122,9 @@ class AttentionBackend(PagedBackend):
         kv_scale: of an FP8 cache float32 `[2, num_kv_heads]` on its device, what the codes of keys and of
             values are multiplied by: the layer's own (`Attention.kv_scale`), whose address never changes.
             None with every other cache.
+        kv_centre: float32 `[num_kv_heads, head_dim]`, what FP8 keys are stored less of: the layer's own
+            (`Attention.kv_centre`), whose address never changes. None: keys are stored as they are. Readers
+            of the cache need not know it: scores of a row all change by the same number.
 
     Under a sliding window it reads no block that lies wholly before the windows of all of a request's
     rows: such blocks may have been given to other requests, and hold anything.
@@ -136,6 +139,7 @@ class AttentionBackend(PagedBackend):
     """
 
     kv_scale: torch.Tensor | None = None
+    kv_centre: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -220,7 +224,8 @@ class TorchAttention(AttentionBackend):
                 continue
             if fmt.quantized:
                 assert self.kv_scale is not None
-                x = reference_kv.quantize_fp8(x, fmt.dtype, self.kv_scale[part])
+                centre = self.kv_centre if part == 0 else None
+                x = reference_kv.quantize_fp8(x, fmt.dtype, self.kv_scale[part], centre)
             cache[slots // fmt.block_size, part, :, slots % fmt.block_size] = x.to(cache.dtype)
 
     def _values(self, blocks: torch.Tensor) -> torch.Tensor:

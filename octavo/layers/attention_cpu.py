@@ -64,7 +64,7 @@ class CPUAttention(AttentionBackend):
         if self._plain is None and x.dtype is torch.float16:  # over a cache of another type
             self._give_way(_NO_FLOAT16)
         if self._plain is not None:
-            self._plain.kv_scale = self.kv_scale
+            self._plain.kv_scale, self._plain.kv_centre = self.kv_scale, self.kv_centre
         return self._plain
 
     def plan(self, meta: AttentionMetadata) -> None:
@@ -77,7 +77,8 @@ class CPUAttention(AttentionBackend):
         if (plain := self._instead(k)) is not None:
             plain.write_kv(k, v, cache, meta)
         else:
-            ops.write_kv(k, v, cache, meta.slot_mapping, self._cache_type, self.kv_scale)
+            scale, centre = self.kv_scale, self.kv_centre
+            ops.write_kv(k, v, cache, meta.slot_mapping, self._cache_type, scale, centre)
 
     def rotary_and_write_kv(
         self,
@@ -98,8 +99,10 @@ class CPUAttention(AttentionBackend):
             )
         if q_weight is not None and k_weight is not None:
             q, k = norm_act.rms_norm(q, q_weight, eps), norm_act.rms_norm(k, k_weight, eps)
-        slots = meta.slot_mapping
-        ops.rope_and_write_kv(q, k, v, cos_sin, positions, cache, slots, self._cache_type, self.kv_scale)
+        slots, kind = meta.slot_mapping, self._cache_type
+        ops.rope_and_write_kv(
+            q, k, v, cos_sin, positions, cache, slots, kind, self.kv_scale, self.kv_centre
+        )  # fmt: skip
         return q
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:

@@ -60,10 +60,14 @@ class Attention(CachedLayer):
         kv_scale: of an FP8 cache float32 `[2, local KV heads]`, what the codes of keys and values are
             multiplied by; NaN until a checkpoint or `octavo.worker.kv_scales` fills it. None with every other
             cache.
+        kv_centre: of an FP8 cache float32 `[local KV heads, head_dim]`, what keys are stored less of: 0 until
+            `octavo.worker.kv_scales` fills it. None with every other cache, and under a softcap, which sees
+            more of scores than their differences.
     """
 
     backend: AttentionBackend
     kv_scale: torch.Tensor | None
+    kv_centre: torch.Tensor | None
 
     def __init__(
         self,
@@ -93,11 +97,14 @@ class Attention(CachedLayer):
         offset = build.kv_offset and build.kv_dtype == "int8"
         self.fmt = KVFormat(build.kv_dtype, build.block_size, kv_heads, self.head_dim, offset=offset)
         self.backend = self._make_backend(backend_class(build.attention_backend), heads, self.fmt)
-        scale = None
+        scale = centre = None
         if build.kv_dtype in FP8:  # filled by a checkpoint or by calibration; until then no number is right
             scale = torch.full((2, kv_heads), float("nan"), dtype=torch.float32, device=build.device)
+            if self.softcap is None:
+                centre = torch.zeros(kv_heads, self.head_dim, dtype=torch.float32, device=build.device)
         self.register_buffer("kv_scale", scale, persistent=False)
-        self.backend.kv_scale = scale
+        self.register_buffer("kv_centre", centre, persistent=False)
+        self.backend.kv_scale, self.backend.kv_centre = scale, centre
         self._first_kv_head = build.group.rank * self.num_kv_heads // build.group.size
 
     def _make_backend(self, kind: type[AttentionBackend], heads: int, fmt: KVFormat) -> AttentionBackend:

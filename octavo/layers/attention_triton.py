@@ -81,7 +81,8 @@ class RecordableAttention(AttentionBackend):
         if not fmt.quantized:
             return None
         assert (self.kv_scale is None) == (fmt.dtype == "int8"), "scales belong to FP8 caches"
-        return KVCodes(fmt.dtype, fmt.block_size, fmt.head_dim, fmt.offset, self.kv_scale)
+        sizes = (fmt.block_size, fmt.head_dim)
+        return KVCodes(fmt.dtype, *sizes, fmt.offset, self.kv_scale, centre=self.kv_centre)
 
     @property
     def product_dtype(self) -> torch.dtype:

@@ -1,15 +1,22 @@
-"""Scales of FP8 KV caches: from the checkpoint, or by calibration while the model is loaded.
+"""Scales of FP8 KV caches, from the checkpoint or by calibration while the model is loaded, and centres.
 
 Calibration computes a fixed text once with an unquantized cache and reads from it the largest size of any
 key and of any value, by layer and KV head. A scale is the power of two that puts twice that within the
 format's range: FP8 numbers are as exact at any scale, so that the room costs nothing, and a power of two is
 the same although sums are rounded otherwise with other threads (the scales enter the keys of KV blocks).
+
+Keys are stored less a centre, a vector of their layer and head: softmax sees only differences of a row's
+scores, which are the same without it, and what is smaller is rounded less. The centre is the keys' mean over
+the text, moved by less than a step of the codes so that the key of the text's first token is a code: much
+attention goes to that place, whose key lies far from the mean and is nearly the same in every text. What this
+brings is measured in benchmarks/kv.md. A centre depends on how sums are rounded, and enters the keys of KV
+blocks: a start on another device, or with other threads, may find nothing that was cached before.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.errors import ModelError
-from octavo.kernels.reference_kv import FP8_LARGEST
+from octavo.kernels.reference_kv import FP8_LARGEST, dequantize_fp8, quantize_fp8
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import FP8, Attention
 from octavo.parallel.state import TensorParallelGroup
@@ -56,24 +63,43 @@ SELECT city, COUNT(*) AS n FROM visits WHERE year >= 2019 GROUP BY city ORDER BY
 
 @dataclass(frozen=True)
 class KVScales:
-    """Where the scales of a model's FP8 cache are from (for the log), and a digest of them in hexadecimal."""
+    """What a model's FP8 cache is stored by, beside its format.
+
+    Attributes:
+        origin: whether keys are centred, and where scales are from, for the log.
+        scales, centres: digests of all heads', hexadecimal; "none" where there are no centres.
+        kept: this rank's centres, copies.
+    """
 
     origin: str
-    digest: str
+    scales: str
+    centres: str
+    kept: tuple[torch.Tensor, ...]
+
+    @property
+    def digest(self) -> str:
+        """What of them decides how a block's numbers are to be read with others'."""
+        return f"scales={self.scales},centres={self.centres}"
 
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Token ids to calibrate on, and what they are, for the log."""
+    """Token ids to calibrate on.
+
+    Attributes:
+        kind: what they are, for the log.
+        text: whether they are what a request may begin with; else no key is worth being exact.
+    """
 
     ids: list[int]
     kind: str
+    text: bool
 
 
 def text_tokens(tokenizer: Tokenizer, vocab_size: int, most: int) -> CalibrationTokens:
     """The fixed text by a model's tokenizer, in at most `most` tokens."""
     ids = [i for i in tokenizer.encode(TEXT) if i < vocab_size][: min(most, MAX_TOKENS)]
-    return CalibrationTokens(ids, "of a built-in text")
+    return CalibrationTokens(ids, "of a built-in text", True)
 
 
 def random_tokens(vocab_size: int, most: int) -> CalibrationTokens:
@@ -81,6 +107,7 @@ def random_tokens(vocab_size: int, most: int) -> CalibrationTokens:
     return CalibrationTokens(
         [(i * 2654435761 + 40503) % (1 << 32) % vocab_size for i in range(min(most, _RANDOM_TOKENS))],
         "at random (no tokenizer)",
+        False,
     )
 
 
@@ -91,7 +118,7 @@ def settle_kv_scales(
     group: TensorParallelGroup,
 ) -> KVScales | None:
     """See that every attention layer of a loaded model has its scales: those that no checkpoint gave are
-    calibrated.
+    calibrated, and where those of keys are, keys are centred.
 
     Args:
         model: with its weights.
@@ -105,26 +132,65 @@ def settle_kv_scales(
     Raises:
         ModelError: the model computes numbers that are not finite.
     """
-    layers = [x for x in model.attention_layers() if isinstance(x, Attention) and x.fmt.dtype in FP8]
+    layers = fp8_layers(model)
     if not layers:
         return None
-    scales = [_scale_of(layer) for layer in layers]
-    lacking = sum(bool(scale.isnan().any()) for scale in scales)
+    lacking = sum(bool(_scale_of(layer).isnan().any()) for layer in layers)
     origin = "scales from the checkpoint"
     if lacking:
         given = tokens()
-        calibrate(model, dtype, given.ids)
+        calibrate(model, dtype, given)
         origin = f"scales calibrated on {len(given.ids)} tokens {given.kind}"
         if lacking < len(layers):
             origin += f" in {lacking} of {len(layers)} layers, the others' from the checkpoint"
-    everyone = group.all_gather(torch.cat([scale.flatten() for scale in scales]))
-    digest = hashlib.sha256(everyone.cpu().numpy().tobytes())
-    return KVScales(origin, digest.hexdigest())
+    centred = sum(layer.kv_centre is not None and bool(layer.kv_centre.any()) for layer in layers)
+    if centred:
+        where = "" if centred == len(layers) else f" in {centred} of {len(layers)} layers"
+        origin = f"keys centred{where}, {origin}"
+    scales = _digest(group, [_scale_of(layer) for layer in layers])
+    centres = tuple(layer.kv_centre.clone() for layer in layers if layer.kv_centre is not None)
+    return KVScales(origin, scales, _digest(group, centres) if centres else "none", centres)
+
+
+def restore_kv_scales(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -> bool:
+    """Let a model that was loaded again, and has the scales `found`, store its keys as it did earlier, to the
+    bit. False: it is another model, by its scales; centres depend on how sums are rounded."""
+    if (earlier and earlier.scales) != (found and found.scales):
+        return False
+    if earlier is not None:
+        centres = [layer.kv_centre for layer in fp8_layers(model) if layer.kv_centre is not None]
+        for centre, before in zip(centres, earlier.kept, strict=True):
+            centre.copy_(before)
+    return True
+
+
+def _digest(group: TensorParallelGroup, tensors: Sequence[torch.Tensor]) -> str:
+    everyone = group.all_gather(torch.cat([tensor.flatten() for tensor in tensors]))
+    return hashlib.sha256(everyone.cpu().numpy().tobytes()).hexdigest()
+
+
+def fp8_layers(model: CausalLM) -> list[Attention]:
+    """The layers whose cache has scales of its layer's."""
+    return [x for x in model.attention_layers() if isinstance(x, Attention) and x.fmt.dtype in FP8]
 
 
 @torch.inference_mode()
-def calibrate(model: CausalLM, dtype: torch.dtype, token_ids: list[int]) -> None:
-    """Set the scales that are NaN by one forward pass over `token_ids`, with caches of `dtype`."""
+def calibrate(model: CausalLM, dtype: torch.dtype, tokens: CalibrationTokens) -> None:
+    """Set the scales that are NaN, and the centres that go with them, by one forward pass over `tokens` with
+    caches of `dtype`."""
+    for number, (layer, computed) in enumerate(_keys_and_values(model, dtype, tokens.ids)):
+        if not bool(torch.isfinite(computed).all()):
+            raise ModelError(
+                f"attention layer {number} computes keys or values that are not finite on the text that "
+                "calibrates an FP8 cache: check the weights, or use another dtype"
+            )
+        _settle_layer(layer, computed[0], computed[1], centred=tokens.text)
+
+
+def _keys_and_values(
+    model: CausalLM, dtype: torch.dtype, token_ids: list[int]
+) -> Iterator[tuple[Attention, torch.Tensor]]:
+    """Each FP8 layer, and its keys and values of a text: float32 `[2, rows, heads, head_dim]`."""
     layers = model.attention_layers()
     device = next(model.parameters()).device
     with ExitStack() as stack:
@@ -153,16 +219,35 @@ def calibrate(model: CausalLM, dtype: torch.dtype, token_ids: list[int]) -> None
         model.plan_attention(metas)
         model(torch.tensor(token_ids, dtype=torch.int32, device=device), positions, caches, metas)
     model.assign_kv_groups()
-    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+    for layer, cache in zip(layers, caches, strict=True):
         if isinstance(layer, Attention) and layer.kv_scale is not None:
-            largest = cache.abs().amax((0, 3, 4)).float()  # [2, heads]
-            if not bool(torch.isfinite(largest).all()):
-                raise ModelError(
-                    f"attention layer {number} computes keys or values that are not finite on the text that "
-                    "calibrates an FP8 cache: check the weights, or use another dtype"
-                )
-            found = scale_for(largest, layer.fmt.dtype)
-            layer.kv_scale.copy_(torch.where(layer.kv_scale.isnan(), found, layer.kv_scale))
+            yield layer, cache.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :rows].float()
+
+
+def _settle_layer(layer: Attention, keys: torch.Tensor, values: torch.Tensor, centred: bool) -> None:
+    """A layer's scales and centre from `keys` and `values`, float32 `[rows, heads, head_dim]`."""
+    assert layer.kv_scale is not None
+    lacking = layer.kv_scale.isnan()
+    # A checkpoint's scale is that of keys as they are.
+    centred = centred and layer.kv_centre is not None and bool(lacking[0].all())
+    mean = keys.mean(0) if centred else torch.zeros_like(keys[0])
+    largest = torch.stack([(keys - mean).abs().amax((0, 2)), values.abs().amax((0, 2))])
+    layer.kv_scale.copy_(torch.where(lacking, scale_for(largest, layer.fmt.dtype), layer.kv_scale))
+    if centred:
+        assert layer.kv_centre is not None
+        layer.kv_centre.copy_(centre_for(mean, keys[0], layer.fmt.dtype, layer.kv_scale[0]))
+
+
+def centre_for(mean: torch.Tensor, first: torch.Tensor, kind: str, scale: torch.Tensor) -> torch.Tensor:
+    """The vector within half a step of the codes from `mean` that makes `first` less it a code.
+
+    Args:
+        mean, first: float32 `[heads, head_dim]`, of keys.
+        kind: fp8 or fp8_e5m2.
+        scale: float32 `[heads]`, of the codes.
+    """
+    codes = quantize_fp8(first[None], kind, scale, mean)[0]
+    return first - dequantize_fp8(codes[:, None], kind, scale)[:, 0]
 
 
 def scale_for(largest: torch.Tensor, kind: str) -> torch.Tensor:

@@ -41,6 +41,7 @@ from octavo.quantization.local_hardware import hardware_of
 from octavo.sampling_params import SamplingParams
 from octavo.speculative_config import SpeculativeConfig
 from octavo.tokenization.tokenizer import load_tokenizer
+from octavo.worker import kv_scales
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
 from octavo.worker.draft_loading import LoadedDraft, load_draft
@@ -51,7 +52,6 @@ from octavo.worker.head_loading import load_head
 from octavo.worker.head_runner import HeadRunner, attach_head
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
-from octavo.worker.kv_scales import CalibrationTokens, random_tokens, settle_kv_scales, text_tokens
 from octavo.worker.kv_tiers import KVTiers, Launched, prefill_rate
 from octavo.worker.memory import check_weights_fit, kv_budget, measured_ledger, num_blocks
 from octavo.worker.model_runner import ModelRunner
@@ -112,7 +112,7 @@ class Worker:
                 compiler.wait()
         compiled = time.perf_counter()
         self._calibrate = partial(self._calibration_tokens, source, wanted)
-        self.kv_scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
+        self.kv_scales = kv_scales.settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
         self.groups: list[KVGroup] = self.model.kv_groups()
         speculative = config.speculative
         if speculative is not None and speculative.model is not None:
@@ -236,17 +236,17 @@ class Worker:
         half = self.quantization is not None and self.quantization.format == "half"
         return self.model_config.dtype if random and half else self.dtype
 
-    def _calibration_tokens(self, source: ModelSource, most: int) -> CalibrationTokens:
+    def _calibration_tokens(self, source: ModelSource, most: int) -> kv_scales.CalibrationTokens:
         """What the scales of an FP8 cache are calibrated on; there may be models without a tokenizer."""
         most, vocab = min(most, self.max_num_batched_tokens), self.model_config.vocab_size
         if self.config.skip_tokenizer_init:
-            return random_tokens(vocab, most)
-        return text_tokens(load_tokenizer(configured_tokenizer(self.config, source)), vocab, most)
+            return kv_scales.random_tokens(vocab, most)
+        return kv_scales.text_tokens(load_tokenizer(configured_tokenizer(self.config, source)), vocab, most)
 
     def _kv_format(self) -> str:
         """What decides how KV values are stored: for the root of their keys."""
         groups = [f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups]
-        return ";".join(groups if self.kv_scales is None else [*groups, f"scales={self.kv_scales.digest}"])
+        return ";".join(groups if self.kv_scales is None else [*groups, self.kv_scales.digest])
 
     def _describe_cache(self) -> str:
         fmt, pool = self.groups[0].format, describe_pool(self.groups, self.facts.num_blocks)
@@ -322,8 +322,8 @@ class Worker:
             self._parked = None
         if not hasattr(self, "model"):
             self._load()
-            scales = settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
-            if (scales and scales.digest) != (self.kv_scales and self.kv_scales.digest):
+            scales = kv_scales.settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
+            if not kv_scales.restore_kv_scales(self.model, self.kv_scales, scales):
                 del self.model
                 raise ConfigError("the checkpoint is not what it was at the start: start the engine again")
         if not hasattr(self, "runner"):

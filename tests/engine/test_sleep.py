@@ -53,6 +53,17 @@ def test_tokens_are_the_same_after_sleep(level: int, kind: str) -> None:
             llm.wake_up()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_keys_of_an_fp8_cache_are_stored_as_before(level: int) -> None:
+    """Scales and centres are there again, to the bit that the root of block keys tells."""
+    with LLM(str(tiny.checkpoint("qwen2")), kv_cache_dtype="fp8", **SETTINGS) as llm:
+        assert "keys centred" in llm.facts.summary["kv cache"]
+        want = tokens(llm)
+        llm.sleep(level)
+        llm.wake_up()
+        assert cached(llm) == 0 and tokens(llm) == want
+
+
 def test_memory_is_given_back_to_the_system() -> None:
     process = psutil.Process()
     with LLM(str(tiny.checkpoint("llama")), **SETTINGS | {"kv_cache_memory_bytes": 64 << 20}) as llm:

@@ -41,6 +41,8 @@ def test_attention(number: int, case: Case, codes: Codes) -> None:
 @pytest.mark.parametrize("case", WRITE_CASES, ids=str)
 def test_writes_are_the_twins(case: WriteCase, codes: Codes) -> None:
     check_write(case, codes, "cuda")
+    if codes.kind != "int8":
+        check_write(case, codes, "cuda", centred=True)
 
 
 @pytest.mark.parametrize("codes", ALL_CODES, ids=str)

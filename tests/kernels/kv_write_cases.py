@@ -65,13 +65,16 @@ def quantized_rows(
         reference_kv.write_int8(x, cache, part, slots, codes.block_size, codes.offset)
         return
     assert codes.scale is not None
-    found = reference_kv.quantize_fp8(x, codes.dtype, codes.scale[part])
+    centre = codes.centre if part == 0 else None
+    found = reference_kv.quantize_fp8(x, codes.dtype, codes.scale[part], centre)
     cache[slots // codes.block_size, part, :, slots % codes.block_size] = found
 
 
-def check_write(case: WriteCase, quantized: Codes, device: str, rows: int = 13) -> None:
+def check_write(
+    case: WriteCase, quantized: Codes, device: str, rows: int = 13, centred: bool = False
+) -> None:
     """`write_kv` of awkward values, and `rotary_and_write_kv`, whose own rotated keys must be stored;
-    rows of slot -1 and bytes of other slots are left alone."""
+    rows of slot -1 and bytes of other slots are left alone. `centred`: keys less a vector."""
     seed = int.from_bytes(os.urandom(4), "little")
     g = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -81,7 +84,8 @@ def check_write(case: WriteCase, quantized: Codes, device: str, rows: int = 13) 
     if quantized.kind != "int8":
         scale = torch.rand(2, case.kv_heads, generator=g).to(device) * 0.05 + 0.001
         scale[0, 0] = 1.0
-    codes = KVCodes(quantized.kind, case.block, case.dim, quantized.offset, scale)
+    centre = torch.randn(case.kv_heads, case.dim, generator=g).to(device) if centred else None
+    codes = KVCodes(quantized.kind, case.block, case.dim, quantized.offset, scale, centre=centre)
     slots = torch.randperm(blocks * case.block, generator=g)[:rows].to(device)
     slots[4] = -1
     kept = slots >= 0

@@ -57,6 +57,13 @@ def test_writes_are_the_twins(number: int, case: WriteCase, codes: Codes) -> Non
     check_write(case, codes, DEVICE)
 
 
+@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
+def test_writes_of_keys_less_a_vector_are_the_twins(case: WriteCase) -> None:
+    for codes in ALL_CODES:
+        if codes.kind != "int8":
+            check_write(case, codes, DEVICE, centred=True)
+
+
 @pytest.mark.parametrize("codes", ALL_CODES, ids=str)
 def test_values_of_a_block_table(codes: Codes) -> None:
     check_gather(codes, DEVICE)

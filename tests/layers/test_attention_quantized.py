@@ -10,6 +10,7 @@ from octavo.kernels.cpu import ops
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
 from octavo.layers.attention_cpu import CPUAttention
+from tests.kernels.ragged import attention_float64
 
 needs_kernels = pytest.mark.skipif(not ops.available(), reason=ops.why_not())
 KINDS = [("fp8", False), ("fp8_e5m2", False), ("int8", False), ("int8", True)]
@@ -28,9 +29,16 @@ def scales_for(fmt: KVFormat) -> torch.Tensor | None:
     return torch.rand(2, fmt.num_kv_heads) * 0.02 + 2.0 / reference_kv.FP8_LARGEST[fmt.dtype]
 
 
-def with_scales(backend: AttentionBackend, scales: torch.Tensor | None) -> AttentionBackend:
-    backend.kv_scale = scales
+def with_scales(
+    backend: AttentionBackend, scales: torch.Tensor | None, centre: torch.Tensor | None = None
+) -> AttentionBackend:
+    backend.kv_scale, backend.kv_centre = scales, centre
     return backend
+
+
+def centre_for(fmt: KVFormat) -> torch.Tensor | None:
+    """Another one for every head, of FP8 caches."""
+    return None if fmt.dtype == "int8" else torch.randn(fmt.num_kv_heads, fmt.head_dim)
 
 
 class Batch:
@@ -109,12 +117,16 @@ def test_stores_what_the_twin_stores(kind, dim, dtype):
     k, v = fused.to(dtype).split(3 * dim, dim=1)
     k, v = k.unflatten(1, (3, dim)), v.unflatten(1, (3, dim))
     meta = AttentionMetadata(*[torch.zeros(1, dtype=torch.int32)] * 3, slots, 1, rows, rows, rows)
-    caches, scales = [], scales_for(fmt)
-    for backend in (TorchAttention, CPUAttention):
-        cache = torch.full((10, *fmt.layer_block_shape()), POISON, dtype=torch.uint8)
-        with_scales(backend(6, fmt, 1.0), scales).write_kv(k, v, cache, meta)
-        caches.append(cache)
-    assert torch.equal(*caches)
+    scales = scales_for(fmt)
+    stored = []
+    for centre in (None, centre_for(fmt)):
+        caches = torch.full((2, 10, *fmt.layer_block_shape()), POISON, dtype=torch.uint8)
+        for backend, cache in zip((TorchAttention, CPUAttention), caches, strict=True):
+            with_scales(backend(6, fmt, 1.0), scales, centre).write_kv(k, v, cache, meta)
+        assert torch.equal(*caches)
+        stored.append(caches[0])
+    assert torch.equal(stored[0][:, 1], stored[1][:, 1])  # values are stored as they are
+    assert torch.equal(stored[0][:, 0], stored[1][:, 0]) is (fmt.dtype == "int8")
 
 
 @needs_kernels
@@ -125,13 +137,49 @@ def test_rotates_and_stores(kind):
     q, k, v = torch.randn(21, 4, 32), torch.randn(21, 2, 32), torch.randn(21, 2, 32)
     cos_sin, positions, slots = torch.randn(64, 32), torch.randint(0, 64, (21,)), torch.randperm(80)[:21]
     meta = AttentionMetadata(*[torch.zeros(1, dtype=torch.int32)] * 3, slots, 1, 21, 21, 21)
-    backend = with_scales(CPUAttention(4, fmt, 1.0), scales_for(fmt))
+    backend = with_scales(CPUAttention(4, fmt, 1.0), scales_for(fmt), centre_for(fmt))
     together, apart = torch.zeros(2, 10, *fmt.layer_block_shape(), dtype=torch.uint8)
     q2, k2 = q.clone(), k.clone()
     ops.rotary(q2, k2, cos_sin, positions)
     backend.write_kv(k2, v, apart, meta)
     q = backend.rotary_and_write_kv(q, k, v, cos_sin, positions, together, meta)
     assert torch.equal(q, q2) and torch.equal(together, apart) and bool(apart.any())
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("kind", list(reference_kv.FP8_DTYPES))
+def test_keys_less_a_vector_are_attended_to_as_they_were(kind, window):
+    """Against exact attention in float64: keys far from 0 lose most of their error, and nothing else happens,
+    in rows that see all of it and in rows that see a window."""
+    contexts, rows, dim = [150, 31], [4, 31], 32
+    fmt = KVFormat(kind, 8, 2, dim)
+    slots = torch.arange(sum(contexts)) + 16  # of the second request from block 21 on
+    slots[contexts[0] :] += -int(slots[contexts[0]]) % 8
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    table[0, :19], table[1, :4] = torch.arange(2, 21), slots[contexts[0]] // 8 + torch.arange(4)
+    meta = AttentionMetadata(
+        torch.tensor([0, 4, 35], dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32), table, slots,
+        2, 35, 31, 150,
+    )  # fmt: skip
+    centre = 6 * torch.randn(2, dim)
+    k, v = centre + torch.randn(len(slots), 2, dim), torch.randn(len(slots), 2, dim)
+    q = torch.randn(sum(rows), 4, dim)
+    exact = torch.zeros(30, 2, 2, 8, dim)
+    for part, x in enumerate((k, v)):
+        exact[slots // 8, part, :, slots % 8] = x
+    want = attention_float64(q, exact, meta, dim**-0.5, window)
+    # Values are rounded as well: of these, as they come back, the error is not the keys'.
+    scale = torch.full((2, 2), 32.0 / reference_kv.FP8_LARGEST[kind])
+    for backend_class in (TorchAttention, CPUAttention):
+        errors = []
+        for vector in (None, centre):
+            backend = with_scales(backend_class(4, fmt, dim**-0.5, window), scale, vector)
+            cache = torch.full((30, *fmt.layer_block_shape()), POISON, dtype=torch.uint8)
+            backend.write_kv(k, v, cache, meta)
+            errors.append(float((backend.attend(q, cache, meta) - want).square().mean().sqrt()))
+        print(kind, window, backend_class.name, errors)
+        assert errors[1] < 0.5 * errors[0]
 
 
 @needs_kernels
@@ -197,6 +245,10 @@ def test_bad_arguments_are_refused():
         ops.write_kv(x, x, cache, slots, "fp8")
     with pytest.raises(ValueError, match=r"float32 \[2, 1\]"):
         ops.write_kv(x, x, cache, slots, "fp8", torch.ones(2))
+    with pytest.raises(ValueError, match="kv_centre is of FP8 caches"):
+        ops.write_kv(x, x, cache.float(), slots, "float32", None, torch.zeros(1, 64))
+    with pytest.raises(ValueError, match=r"float32 \[1, 64\]"):
+        ops.write_kv(x, x, cache, slots, "fp8", torch.ones(2, 1), torch.zeros(64))
     with pytest.raises(ValueError, match="of int8"):
         ops.write_kv(x, x, cache, slots, "int8")
     with pytest.raises(ValueError, match="of float32, got torch.uint8"):

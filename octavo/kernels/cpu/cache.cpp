@@ -25,13 +25,17 @@ inline void rotate(T* x, const float* cos_sin, int64_t half) {
     }
 }
 
-// Row `offset` of one head's piece of a block; `scale`: of FP8 caches.
+// Row `offset` of one head's piece of a block; `scale`: of FP8 caches; `centre`: what FP8 keys are stored less of,
+// or null.
 template <class From, class To>
-inline void store_row(const From* from, To* piece, int64_t offset, int64_t dim, float scale) {
+inline void store_row(const From* from, To* piece, int64_t offset, int64_t dim, float scale, const float* centre) {
     To* to = piece + offset * dim;
     if constexpr (std::is_same_v<To, float> || std::is_same_v<To, bf16>) {
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) put(to[i], to_float(from[i]));
+    } else if (centre) {
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) put(to[i], (to_float(from[i]) - centre[i]) / scale);
     } else {
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) put(to[i], to_float(from[i]) / scale);
@@ -77,16 +81,16 @@ struct CacheShape {
 // Any of three parts, by which pointers are given: rotate q and k (cos_sin), store k and v (cache).
 // q, k, v: rows of heads, heads contiguous, rows *_stride apart. positions: int64 (int32 if
 // `short_positions`). slots: int64, block * block_size + offset, negative: not stored. kv_scale: [2, kv_heads], of
-// FP8 caches, else null.
+// FP8 caches, else null. kv_centre: [kv_heads, head_dim], what FP8 keys are stored less of, or null.
 OCTAVO_API int32_t octavo_rope_and_write_kv(const CacheShape* shape, void* q, void* k, const void* v,
                                             int64_t q_stride, int64_t k_stride, int64_t v_stride,
                                             const float* cos_sin, const void* positions, int32_t short_positions,
-                                            void* cache, const float* kv_scale, const int64_t* slots, int64_t rows,
-                                            int32_t threads) {
+                                            void* cache, const float* kv_scale, const float* kv_centre,
+                                            const int64_t* slots, int64_t rows, int32_t threads) {
     const CacheShape s = *shape;
     record_call([=] {
         return octavo_rope_and_write_kv(&s, q, k, v, q_stride, k_stride, v_stride, cos_sin, positions, short_positions,
-                                        cache, kv_scale, slots, rows, threads);
+                                        cache, kv_scale, kv_centre, slots, rows, threads);
     });
     bool known = with_dtype(s.dtype, [&](auto t) {
         using T = decltype(t);
@@ -112,7 +116,8 @@ OCTAVO_API int32_t octavo_rope_and_write_kv(const CacheShape* shape, void* q, vo
                         if constexpr (std::is_same_v<C, code8>)
                             store_codes(from, piece, offset, s.head_dim, s.block_size, s.cache_type == CACHE_INT8_OFFSET);
                         else
-                            store_row(from, piece, offset, s.head_dim, kv_scale ? kv_scale[h] : 1.0f);
+                            store_row(from, piece, offset, s.head_dim, kv_scale ? kv_scale[h] : 1.0f,
+                                      kv_centre && h < s.kv_heads ? kv_centre + h * s.head_dim : nullptr);
                     }
                 });
             }

@@ -84,7 +84,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "octavo_layer_norm": [p, p, p, p, p, n, n, n, f, i, i, i],
         "octavo_gated_activation": [p, p, n, n, n, i, i, i],
         "octavo_softcap": [p, n, n, n, f, i, i],
-        "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, p, n, i],
+        "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, p, p, n, i],
         "octavo_paged_attention": [p, p, p, n, p, p, p, n],
         "octavo_argmax": [p, p, n, n, n, i, i],
         "octavo_gumbel_argmax": [p, p, p, p, i, p, n, n, n, i, i],
@@ -206,7 +206,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: t
     _, kv_heads, head_dim = k.shape
     dtype = k.dtype
     shape = cache_shape(q.shape[1], kv_heads, head_dim, 0, cos_sin.shape[1], dtype, "float32")
-    _call_cache(shape, q, k, None, cos_sin, positions, None, None, None)
+    _call_cache(shape, q, k, None, cos_sin, positions, None, None, None, None)
 
 
 def write_kv(
@@ -216,6 +216,7 @@ def write_kv(
     slot_mapping: torch.Tensor,
     cache_type: str | None = None,
     kv_scale: torch.Tensor | None = None,
+    kv_centre: torch.Tensor | None = None,
 ) -> None:
     """Stores rows in a layer's cache; `octavo.kernels.reference_kv` says how those of 8 bits are rounded.
 
@@ -227,12 +228,13 @@ def write_kv(
         cache_type: float32, bfloat16 (None: the cache's dtype), or of a uint8 cache fp8 (e4m3), fp8_e5m2,
             int8 or int8_offset.
         kv_scale: float32 `[2, kv_heads]`, contiguous, for the FP8 types and no others.
+        kv_centre: float32 `[kv_heads, head_dim]`, contiguous: what keys of FP8 types are stored less of.
     """
     _, kv_heads, head_dim = k.shape
     kind = cache_type or type_of_cache(cache)
     block_size = _block_size(cache, kv_heads, head_dim, kind)
     shape = cache_shape(0, kv_heads, head_dim, block_size, 0, k.dtype, kind)
-    _call_cache(shape, None, k, v, None, None, cache, slot_mapping, kv_scale)
+    _call_cache(shape, None, k, v, None, None, cache, slot_mapping, kv_scale, kv_centre)
 
 
 def rope_and_write_kv(
@@ -245,6 +247,7 @@ def rope_and_write_kv(
     slot_mapping: torch.Tensor,
     cache_type: str | None = None,
     kv_scale: torch.Tensor | None = None,
+    kv_centre: torch.Tensor | None = None,
 ) -> None:
     """`rotary` and then `write_kv`, in one pass over the rows."""
     if q.dtype is not k.dtype:
@@ -253,7 +256,7 @@ def rope_and_write_kv(
     kind = cache_type or type_of_cache(cache)
     block_size = _block_size(cache, kv_heads, head_dim, kind)
     shape = cache_shape(q.shape[1], kv_heads, head_dim, block_size, cos_sin.shape[1], k.dtype, kind)
-    _call_cache(shape, q, k, v, cos_sin, positions, cache, slot_mapping, kv_scale)
+    _call_cache(shape, q, k, v, cos_sin, positions, cache, slot_mapping, kv_scale, kv_centre)
 
 
 def _call_cache(
@@ -266,6 +269,7 @@ def _call_cache(
     cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
     kv_scale: torch.Tensor | None,
+    kv_centre: torch.Tensor | None,
 ) -> None:
     if q is None or cos_sin is None or positions is None:
         q_at = q_stride = cos_sin_at = positions_at = short = 0
@@ -278,7 +282,7 @@ def _call_cache(
         q_at, q_stride = q.data_ptr(), row_stride(q)
         cos_sin_at, positions_at = cos_sin.data_ptr(), positions.data_ptr()
     if v is None or cache is None or slot_mapping is None:
-        v_at = v_stride = cache_at = slots_at = scale_at = 0
+        v_at = v_stride = cache_at = slots_at = scale_at = centre_at = 0
     else:
         if v.dtype is not k.dtype:
             raise differ(k, v)
@@ -287,6 +291,7 @@ def _call_cache(
         v_at, v_stride = v.data_ptr(), row_stride(v)
         cache_at, slots_at = cache.data_ptr(), slot_mapping.data_ptr()
         scale_at = _scale_pointer(kv_scale, shape.cache_type, shape.kv_heads)
+        centre_at = 0 if kv_centre is None else _centre_pointer(kv_centre, shape)
     (_lib or library()).octavo_rope_and_write_kv(
         ctypes.addressof(shape),
         q_at,
@@ -300,6 +305,7 @@ def _call_cache(
         short,
         cache_at,
         scale_at,
+        centre_at,
         slots_at,
         k.shape[0],
         torch.get_num_threads(),
@@ -316,6 +322,17 @@ def _scale_pointer(kv_scale: torch.Tensor | None, cache_type: int, kv_heads: int
         shape = f"{kv_scale.dtype} {tuple(kv_scale.shape)}"
         raise ValueError(f"kv_scale must be contiguous float32 [2, {kv_heads}], got {shape}")
     return kv_scale.data_ptr()
+
+
+def _centre_pointer(kv_centre: torch.Tensor, shape: CacheShape) -> int:
+    """Address of what keys of an FP8 cache are stored less of."""
+    if shape.cache_type not in (_CACHE_TYPES["fp8"], _CACHE_TYPES["fp8_e5m2"]):
+        raise ValueError("kv_centre is of FP8 caches, and of no others")
+    wanted = (shape.kv_heads, shape.head_dim)
+    if kv_centre.dtype is not torch.float32 or kv_centre.shape != wanted or not kv_centre.is_contiguous():
+        got = f"{kv_centre.dtype} {tuple(kv_centre.shape)}"
+        raise ValueError(f"kv_centre must be contiguous float32 {list(wanted)}, got {got}")
+    return kv_centre.data_ptr()
 
 
 def _block_size(cache: torch.Tensor, kv_heads: int, head_dim: int, cache_type: str) -> int:

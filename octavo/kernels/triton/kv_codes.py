@@ -229,6 +229,8 @@ class KVCodes:
         offset: whether INT8 numbers have one.
         scale: of FP8, float32 `[2, kv_heads]`, K's and V's, on the device; None for INT8.
         how: PLAIN, PACKED or NATIVE; None: the device's fastest.
+        centre: of FP8, float32 `[kv_heads, head_dim]`, contiguous, what keys are stored less of (read only
+            where they are written); None: nothing.
     """
 
     dtype: str
@@ -237,6 +239,7 @@ class KVCodes:
     offset: bool = False
     scale: torch.Tensor | None = None
     how: int | None = None
+    centre: torch.Tensor | None = None
 
     @functools.cached_property
     def kind(self) -> int:
@@ -260,7 +263,8 @@ class CacheView(NamedTuple):
         block: words from a block to the next.
         block_words: lanes for a head's words: a power of 2.
         kind, how: constants KIND and HOW.
-        scale: a tensor for the place of FP8's scales.
+        scale, centre: tensors for the places of FP8's scales, and of what its keys are stored less of.
+        centred: whether there is such a thing.
     """
 
     kv_heads: int
@@ -270,19 +274,25 @@ class CacheView(NamedTuple):
     kind: int
     how: int
     scale: torch.Tensor
+    centre: torch.Tensor
+    centred: bool
 
 
 def view_cache(cache: torch.Tensor, codes: KVCodes | None, instead: torch.Tensor) -> CacheView:
-    """How kernels take a cache; `instead` stands for scales where there are none."""
+    """How kernels take a cache; `instead` stands for scales and centres where there are none."""
     kv_heads, block = cache.shape[2], cache.stride(0)
     if codes is None:
         lanes = power_of_2(cache.shape[4])
-        return CacheView(kv_heads, cache.shape[3], block, lanes, AS_IS.value, PLAIN.value, instead)
+        sizes = (kv_heads, cache.shape[3], block, lanes)
+        return CacheView(*sizes, AS_IS.value, PLAIN.value, instead, instead, False)
     how = fastest_decoding(cache.get_device()) if codes.how is None else codes.how
     # A matrix product takes at least 16.
     lanes = max(16, power_of_2(codes.head_dim // 2))
     scale = instead if codes.scale is None else codes.scale
-    return CacheView(kv_heads, codes.block_size, block // 2, lanes, codes.kind, how, scale)
+    centred = codes.centre is not None
+    centre = instead if codes.centre is None else codes.centre
+    sizes = (kv_heads, codes.block_size, block // 2, lanes)
+    return CacheView(*sizes, codes.kind, how, scale, centre, centred)
 
 
 def product_dtype(q: torch.Tensor, codes: KVCodes | None) -> torch.dtype:

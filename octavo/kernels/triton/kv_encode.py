@@ -28,6 +28,15 @@ def head_bytes(block_size: int, head_dim: int, kind: int) -> int:
 
 
 @triton.jit
+def less_centre(x, centre_ptr, heads, dims, mask, HEAD_DIM: tl.constexpr, CENTRED: tl.constexpr):
+    """Elements `dims` `[1, n]` of some heads' keys `x` `[heads, n]` as they are stored, float32."""
+    x = x.to(tl.float32)
+    if CENTRED:
+        x -= tl.load(centre_ptr + heads[:, None] * HEAD_DIM + dims, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
 def value_range(x, mask):
     """Largest and smallest of each row of `x` where `mask` is set."""
     top = tl.max(tl.where(mask, x, float("-inf")), axis=1)

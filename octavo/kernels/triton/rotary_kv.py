@@ -11,6 +11,7 @@ from octavo.kernels.triton.kv_encode import (
     encode,
     head_bytes,
     head_scales,
+    less_centre,
     store_row,
     store_scales,
     value_range,
@@ -20,9 +21,11 @@ from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_fo
 
 @triton.jit
 def _write_kv_kernel(
-    k_ptr, v_ptr, cache_ptr, slot_ptr, kv_scale_ptr, k_row, k_head, v_row, v_head, cache_block,
+    k_ptr, v_ptr, cache_ptr, slot_ptr, kv_scale_ptr, kv_centre_ptr,
+    k_row, k_head, v_row, v_head, cache_block,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, CENTRED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -43,6 +46,7 @@ def _write_kv_kernel(
         tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
         tl.store(target + HEADS * PIECE, v.to(cache_ptr.dtype.element_ty), mask=mask)
     else:
+        k = less_centre(k, kv_centre_ptr, heads, dims[None, :], mask, HEAD_DIM, CENTRED)
         store_row(
             piece, place, kv_scale_ptr, heads, k, mask, live, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND
         )  # fmt: skip
@@ -102,13 +106,12 @@ def _rotate_heads(
 @triton.jit
 def _rotary_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_sin_ptr, position_ptr, slot_ptr, cache_ptr, q_weight_ptr, k_weight_ptr,
-    kv_scale_ptr,
+    kv_scale_ptr, kv_centre_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, cache_block, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, BY_ROW: tl.constexpr,
-    KIND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, CENTRED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, g): the g-th group of BLOCK_H heads; query groups come first, then KV groups."""
     HALF: tl.constexpr = ROT_DIM // 2
@@ -151,7 +154,9 @@ def _rotary_write_kernel(
                 tl.store(head_ptr + rest_dims, rest.to(dtype), mask=rest_mask)
                 tl.store(head_ptr + KV_HEADS * PIECE + dims, v.to(dtype), mask=mask)
             else:
-                low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+                low = less_centre(low, kv_centre_ptr, heads, half, half_mask, HEAD_DIM, CENTRED)
+                high = less_centre(high, kv_centre_ptr + HALF, heads, half, half_mask, HEAD_DIM, CENTRED)
+                rest = less_centre(rest, kv_centre_ptr, heads, rest_dims, rest_mask, HEAD_DIM, CENTRED)
                 top, bottom = value_range(low, half_mask)
                 high_top, high_bottom = value_range(high, half_mask)
                 rest_top, rest_bottom = value_range(rest, rest_mask)
@@ -201,10 +206,10 @@ def write_kv(
     view = view_cache(cache, codes, slot_mapping)
     _write_kv(
         (rows, ceil_div(heads, block_h), 1),
-        (k, v, cache, slot_mapping, view.scale),
+        (k, v, cache, slot_mapping, view.scale, view.centre),
         (k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0)),
         (),
-        (heads, head_dim, view.block_size, block_h, block_d, view.kind),
+        (heads, head_dim, view.block_size, block_h, block_d, view.kind, view.centred),
         4,
     )
 
@@ -254,7 +259,7 @@ def rotary_and_write_kv(
         (
             q, k, v, cos_sin, at, slots, into,
             q if q_weight is None else q_weight, k if k_weight is None else k_weight,
-            slots if view is None else view.scale,
+            slots if view is None else view.scale, slots if view is None else view.centre,
         ),
         (
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -264,7 +269,7 @@ def rotary_and_write_kv(
         (
             heads, kv_heads, head_dim, rot_dim, view.block_size if view else 1, block_h,
             power_of_2(rot_dim // 2), power_of_2(head_dim - rot_dim), block_d, has_norm, has_cache,
-            positions is None, view.kind if view else AS_IS.value,
+            positions is None, view.kind if view else AS_IS.value, view.centred if view else False,
         ),
         4,
     )  # fmt: skip
