@@ -238,7 +238,7 @@ class Worker:
 
     def _calibration_tokens(self, source: ModelSource, most: int) -> kv_scales.CalibrationTokens:
         """What the scales of an FP8 cache are calibrated on; there may be models without a tokenizer."""
-        most, vocab = min(most, self.max_num_batched_tokens), self.model_config.vocab_size
+        vocab = self.model_config.vocab_size
         if self.config.skip_tokenizer_init:
             return kv_scales.random_tokens(vocab, most)
         return kv_scales.text_tokens(load_tokenizer(configured_tokenizer(self.config, source)), vocab, most)
