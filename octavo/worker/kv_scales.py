@@ -111,7 +111,7 @@ def random_tokens(vocab_size: int, most: int) -> CalibrationTokens:
     )
 
 
-def settle_kv_scales(
+def settle(
     model: CausalLM,
     dtype: torch.dtype,
     tokens: Callable[[], CalibrationTokens],
@@ -152,7 +152,7 @@ def settle_kv_scales(
     return KVScales(origin, scales, _digest(group, centres) if centres else "none", centres)
 
 
-def restore_kv_scales(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -> bool:
+def restore(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -> bool:
     """Let a model that was loaded again, and has the scales `found`, store its keys as it did earlier, to the
     bit. False: it is another model, by its scales; centres depend on how sums are rounded."""
     if (earlier and earlier.scales) != (found and found.scales):

@@ -112,7 +112,7 @@ class Worker:
                 compiler.wait()
         compiled = time.perf_counter()
         self._calibrate = partial(self._calibration_tokens, source, wanted)
-        self.kv_scales = kv_scales.settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
+        self.kv_scales = kv_scales.settle(self.model, DTYPES[self.dtype], self._calibrate, self.group)
         self.groups: list[KVGroup] = self.model.kv_groups()
         speculative = config.speculative
         if speculative is not None and speculative.model is not None:
@@ -322,8 +322,8 @@ class Worker:
             self._parked = None
         if not hasattr(self, "model"):
             self._load()
-            scales = kv_scales.settle_kv_scales(self.model, DTYPES[self.dtype], self._calibrate, self.group)
-            if not kv_scales.restore_kv_scales(self.model, self.kv_scales, scales):
+            scales = kv_scales.settle(self.model, DTYPES[self.dtype], self._calibrate, self.group)
+            if not kv_scales.restore(self.model, self.kv_scales, scales):
                 del self.model
                 raise ConfigError("the checkpoint is not what it was at the start: start the engine again")
         if not hasattr(self, "runner"):

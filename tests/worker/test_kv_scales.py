@@ -12,7 +12,7 @@ from octavo.kernels.reference_kv import FP8_DTYPES, FP8_LARGEST, dequantize_fp8,
 from octavo.layers.attention_layer import Attention
 from octavo.parallel.state import TensorParallelGroup
 from octavo.worker import kv_scales
-from octavo.worker.kv_scales import CalibrationTokens, centre_for, restore_kv_scales, settle_kv_scales
+from octavo.worker.kv_scales import CalibrationTokens, centre_for, restore, settle
 from octavo.worker.worker import Worker
 from tests import tiny
 from tests.quantization.checkpoints import load
@@ -70,11 +70,11 @@ def test_the_first_key_of_the_text_is_stored_exactly():
     tokens = kv_scales.text_tokens(found_tokenizer(found), tiny.VOCAB_SIZE, tiny.CONTEXT)
     assert tokens.text and len(tokens.ids) > 100
     keys: list[torch.Tensor] = []
-    settle = kv_scales._settle_layer
+    plain = kv_scales._settle_layer
 
     def note(layer: Attention, k: torch.Tensor, v: torch.Tensor, centred: bool) -> None:
         keys.append(k)
-        settle(layer, k, v, centred)
+        plain(layer, k, v, centred)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_scales, "_settle_layer", note)
@@ -104,14 +104,14 @@ def test_not_under_a_cap_on_scores():
 
 def test_not_where_scales_are_the_checkpoint_s():
     model = load("fp8_static_kv", kv_dtype="fp8")
-    scales = settle_kv_scales(model, torch.float32, lambda: pytest.fail("to be calibrated"), ALONE)
+    scales = settle(model, torch.float32, lambda: pytest.fail("to be calibrated"), ALONE)
     assert scales is not None and scales.origin == "scales from the checkpoint"
     layers = [x for x in model.attention_layers() if isinstance(x, Attention)]
     assert all(layer.kv_centre is not None and not layer.kv_centre.any() for layer in layers)
     # A checkpoint that has only one layer's.
     layers[1].kv_scale.fill_(float("nan"))
     ids = [5 + i * 7 % 90 for i in range(60)]
-    scales = settle_kv_scales(model, torch.float32, lambda: CalibrationTokens(ids, "of a test", True), ALONE)
+    scales = settle(model, torch.float32, lambda: CalibrationTokens(ids, "of a test", True), ALONE)
     assert scales is not None and scales.origin.startswith("keys centred in 1 of 2 layers, scales calibrated")
     assert not layers[0].kv_centre.any() and bool(layers[1].kv_centre.any())
 
@@ -154,9 +154,9 @@ def test_what_wakes_up_stores_keys_as_before():
     before = [layer.kv_centre.clone() for layer in layers_of(found)]
     for layer in layers_of(found):
         layer.kv_centre += 1e-6
-    assert restore_kv_scales(found.model, found.kv_scales, found.kv_scales)
+    assert restore(found.model, found.kv_scales, found.kv_scales)
     assert all(torch.equal(x.kv_centre, c) for x, c in zip(layers_of(found), before, strict=True))
     other = worker("qwen2")
-    assert not restore_kv_scales(found.model, found.kv_scales, other.kv_scales)
-    assert not restore_kv_scales(found.model, found.kv_scales, None)
-    assert restore_kv_scales(found.model, None, None)
+    assert not restore(found.model, found.kv_scales, other.kv_scales)
+    assert not restore(found.model, found.kv_scales, None)
+    assert restore(found.model, None, None)
