@@ -39,6 +39,7 @@ def gguf_file(
     qtype: str = "F32",
     single_experts: bool = False,
     whole_kv_b: bool = False,
+    model: Any = None,
     **metadata: Any,
 ) -> Path:
     """Write a variant as llama.cpp's converter would (q and k of Llama with permuted rows).
@@ -47,11 +48,12 @@ def gguf_file(
         qtype: GGML's name of the matrices' encoding (what `gguf.quants.quantize` knows); vectors are F32.
         single_experts: store each expert's matrices apart, as llama.cpp did in its first months of Mixtral.
         whole_kv_b: store latent attention's kv_b in one, and no sizes of the cache, as until May 2025.
+        model: one of the variant's kind in the place of the variant itself.
         metadata: further string, int, float or bool keys, `.` written as `__`.
     """
     import gguf
 
-    model = reference(variant)
+    model = reference(variant) if model is None else model
     config = model.config
     arch = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, arch)
