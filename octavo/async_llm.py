@@ -9,8 +9,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import AsyncGenerator
+from typing import Any, cast
 
 from octavo.config import EngineConfig, make_config
 from octavo.engine.client import CoreClient, ProcessClient
@@ -19,7 +19,10 @@ from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.mailbox import Mailbox
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.question import Question
 from octavo.engine.restarts import RestartBudget
+from octavo.engine.totals import Totals
+from octavo.engine.watchdog import Watch
 from octavo.errors import (
     ConfigError,
     EngineAsleepError,
@@ -53,44 +56,9 @@ from octavo.tokenization.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _Item = RequestOutput | EmbeddingRequestOutput | Exception
-_Answer = TypeVar("_Answer")
 _DELTA = RequestOutputKind.DELTA
 _RESTART_PAUSE = 1.0  # seconds between attempts
 _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
-
-
-class _Question(Generic[_Answer]):
-    """A kind of message that the core answers: one at a time, on the event loop."""
-
-    def __init__(self) -> None:
-        self.answers: asyncio.Queue[_Answer | EngineDeadError] = asyncio.Queue()
-        self._turn = asyncio.Lock()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an answer is due."""
-        return self._turn.locked()
-
-    async def ask(self, send: Callable[[], None]) -> _Answer:
-        """Send the message and wait for its answer.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-        """
-
-        async def ask() -> _Answer:
-            async with self._turn:
-                # An engine that died told it to all questions, asked or not.
-                while not self.answers.empty():
-                    self.answers.get_nowait()
-                send()
-                answer = await self.answers.get()
-            if isinstance(answer, EngineDeadError):
-                raise answer
-            return answer
-
-        # A caller that goes away must not leave the answer for the next one.
-        return await asyncio.shield(ask())
 
 
 class AsyncLLM:
@@ -104,13 +72,15 @@ class AsyncLLM:
     def __init__(
         self,
         config: EngineConfig,
-        loop: asyncio.AbstractEventLoop,
+        loop: asyncio.AbstractEventLoop | None,
         abandoned: threading.Event | None = None,
         restart_engine: bool = False,
+        engine_timeout: float = 0.0,
     ):
-        """Start the engine; blocks until the model is loaded (`create` does so off the loop)."""
+        """Start the engine; blocks until the model is loaded (`create` does so off the loop). Without a loop,
+        it is the one of the first request."""
         self.config = config
-        self._loop = loop
+        self._loop: asyncio.AbstractEventLoop | None = loop
         self._processor = InputProcessor(config)
         self._embedding_input = EmbeddingInput(self._processor)
         # Either takes in what the core tells; which one is known by what the model makes.
@@ -119,27 +89,33 @@ class AsyncLLM:
             if self._processor.pooling is None
             else EmbeddingOutputs()
         )
-        self._lock = threading.Lock()  # guards _outputs, _queues and _stats
+        self._lock = threading.Lock()  # guards _outputs, _queues and _totals
         self._queues: dict[str, Mailbox[_Item]] = {}
-        self._profiles: _Question[ProfileStatus] = _Question()
-        self._kv_maps: _Question[KVMap] = _Question()
-        self._sleeps: _Question[SleepStatus] = _Question()
+        self._profiles: Question[ProfileStatus] = Question()
+        self._kv_maps: Question[KVMap] = Question()
+        self._sleeps: Question[SleepStatus] = Question()
         self._asleep = False  # or about to be
-        self._stats = CoreStats()
+        self._totals = Totals()
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-input")
         self._abandoned = abandoned or threading.Event()
         self._restarts = RestartBudget() if restart_engine else None
+        self._watch = Watch(engine_timeout, self._is_awaited) if engine_timeout else None
         self._restarter: threading.Thread | None = None
         self._sent_twice: set[str] = set()  # requests that a restarted engine was given again
         self._client: CoreClient = self._start_engine()
         self._processor.facts = self._client.facts
-        self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
+        self._totals.take(self._first_stats())
 
     @classmethod
     async def create(
-        cls, config: EngineConfig | str | None = None, *, restart_engine: bool = False, **settings: Any
+        cls,
+        config: EngineConfig | str | None = None,
+        *,
+        restart_engine: bool = False,
+        engine_timeout: float = 0.0,
+        **settings: Any,
     ) -> AsyncLLM:
         """Start an engine and wait until it is ready. Cancelling it ends the engine's process at once.
 
@@ -149,6 +125,8 @@ class AsyncLLM:
                 `octavo.engine.restarts.MOST_RESTARTS` times in `WINDOW` seconds. Requests of which nothing
                 has been told are run again then, once; others end with an `EngineRestartingError`, as do
                 those that come meanwhile.
+            engine_timeout: seconds without progress after which the engine's process counts as hung and is
+                ended, while requests wait for it (`octavo.engine.watchdog`); 0: it may take any time.
 
         Raises:
             ConfigError, ModelError: it cannot be started; one line says why.
@@ -159,10 +137,24 @@ class AsyncLLM:
             raise ConfigError(f"{next(iter(settings))} is given beside an EngineConfig: set it there")
         abandoned = threading.Event()
         try:
-            return await asyncio.to_thread(cls, config, asyncio.get_running_loop(), abandoned, restart_engine)
+            loop = asyncio.get_running_loop()
+            return await asyncio.to_thread(cls, config, loop, abandoned, restart_engine, engine_timeout)
         except asyncio.CancelledError:
             abandoned.set()
             raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **_: Any) -> AsyncLLM:
+        """Start an engine and wait until it is ready, blocking: `create` is better where a loop runs.
+
+        The event loop may begin later; it is the one of the first request. Further arguments of vLLM's
+        (start_engine_loop, usage_context, stat_loggers) say nothing here.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        return cls(engine_args, loop)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -217,14 +209,14 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: Any = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request; yields as `params.output_kind` says. Closing the iterator ends the request.
+        """Run one request; yields as `sampling_params.output_kind` says. Closing the iterator ends it.
 
         Raises (at the first iteration):
             RequestError: the request is wrong, or its id is in use.
@@ -238,17 +230,17 @@ class AsyncLLM:
         prepare = functools.partial(
             self._processor.prepare,
             prompt,
-            params,
+            sampling_params,
             request_id,
             priority=priority,
             cache_salt=cache_salt,
             lora_request=lora_request,
         )
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-        if isinstance(ids, list) and len(ids) <= _QUICK_PROMPT and not params.bad_words:
+        if isinstance(ids, list) and len(ids) <= _QUICK_PROMPT and not sampling_params.bad_words:
             prepared = prepare()  # nothing to tokenize: a thread would cost more than it saves
         else:
-            prepared = await self._loop.run_in_executor(self._pool, prepare)
+            prepared = await asyncio.get_running_loop().run_in_executor(self._pool, prepare)
         items = self._start(prepared)
         finished = False
         try:
@@ -288,7 +280,7 @@ class AsyncLLM:
             prompt_name=prompt_name,
             priority=priority,
         )
-        prepared = await self._loop.run_in_executor(self._pool, prepare)
+        prepared = await asyncio.get_running_loop().run_in_executor(self._pool, prepare)
         items = self._start(prepared)
         try:
             item = await items.get()
@@ -405,6 +397,8 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
         if self._dead is not None:
             raise self._dead
 
@@ -413,13 +407,13 @@ class AsyncLLM:
             raise EngineAsleepError("the engine sleeps: wake it up first (POST /wake_up)")
 
     def stats(self) -> CoreStats:
-        """The core's latest gauges and counters."""
-        return self._stats
+        """The core's latest gauges, and counters that go on when it is started again."""
+        return self._totals.now
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Let running requests finish for up to `drain_timeout` seconds, end the others, free everything."""
-        deadline = self._loop.time() + drain_timeout
-        while self._queues and self._dead is None and self._loop.time() < deadline:
+        deadline = time.monotonic() + drain_timeout
+        while self._queues and self._dead is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for request_id in list(self._queues):
             await self.abort(request_id)
@@ -475,7 +469,7 @@ class AsyncLLM:
 
     def _on_outputs(self, news: CoreOutputs) -> None:
         with self._lock:
-            self._stats = news.stats
+            self._totals.take(news.stats)
             results, stopped = self._outputs.process(news.outputs)
             ready: list[tuple[Mailbox[_Item], _Item]] = []
             for output, error in results:
@@ -515,7 +509,16 @@ class AsyncLLM:
         return request_id not in self._sent_twice and bool(self._outputs.untouched(request_id))
 
     def _start_engine(self) -> CoreClient:
-        return ProcessClient(self._processor.config, self._on_outputs, self._on_death, self._abandoned)
+        return ProcessClient(
+            self._processor.config, self._on_outputs, self._on_death, self._abandoned, watch=self._watch
+        )
+
+    def _first_stats(self) -> CoreStats:
+        return CoreStats(kv_blocks_total=self._client.facts.num_blocks)
+
+    def _is_awaited(self) -> bool:
+        """Whether anybody waits for the core."""
+        return bool(self._queues) or any(q.waiting for q in (self._profiles, self._kv_maps, self._sleeps))
 
     # ---- on a thread of its own -----------------------------------------------------------------
 
@@ -540,7 +543,7 @@ class AsyncLLM:
         with self._lock:
             self._client, self._dead, self._asleep = client, None, False
             self._processor.facts = client.facts
-            self._stats = CoreStats(kv_blocks_total=client.facts.num_blocks)
+            self._totals.another_core(self._first_stats())
             names = [request_id for request_id in self._queues if self._resendable(request_id)]
             left = [core for request_id in names for core in self._outputs.untouched(request_id)]
             self._sent_twice.update(names)
@@ -550,8 +553,10 @@ class AsyncLLM:
 
     # ---- to the loop ----------------------------------------------------------------------------
 
-    def _tell(self, question: _Question[Any], answer: object) -> None:
+    def _tell(self, question: Question[Any], answer: object) -> None:
         """Hand an answer to whoever waits for it."""
+        if self._loop is None:  # nobody has asked anything yet
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(question.answers.put_nowait, answer)
 
@@ -562,5 +567,11 @@ class AsyncLLM:
             for waiting, item in items:
                 waiting.put(item)
 
+        if self._loop is None:
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(put)
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's earlier name."""

@@ -16,12 +16,16 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.errors import ConfigError
+from octavo.vllm_names import ENGINE, LISTS, SHORT, Foreign, translated
 
 if TYPE_CHECKING:
     from octavo.speculative_config import SpeculativeConfig
+
+
+_FOREIGN = "vllm_"  # begins the names that parsed options of vLLM's have
 
 
 def setting(
@@ -59,7 +63,13 @@ def setting(
 
 @dataclass
 class EngineConfig:
-    """Settings of one engine. Field names are vLLM's where vLLM has them."""
+    """Settings of one engine. Field names are vLLM's where vLLM has them.
+
+    Attributes:
+        foreign: what becomes of vLLM's others.
+    """
+
+    foreign: ClassVar[Mapping[str, Foreign]] = ENGINE
 
     model: str | None = setting(
         None,
@@ -85,9 +95,6 @@ class EngineConfig:
         secret=True,
     )
     skip_tokenizer_init: bool = setting(False, "Work with token ids only: no tokenizer is loaded.")
-    trust_remote_code: bool = setting(
-        False, "Run a checkpoint's own Python code. No built-in family needs it.", only=(False,)
-    )
     model_impl: str = setting(
         "auto",
         "Whose code runs the model: Octavo's own families (octavo), or that of the transformers package on "
@@ -172,9 +179,6 @@ class EngineConfig:
     )
     long_prefill_token_threshold: int = setting(
         0, "Most tokens of one prompt in a step; 0: as many as the step's budget has room for.", low=0
-    )
-    enable_chunked_prefill: bool = setting(
-        True, "Prompts are computed in chunks beside decoding; always on.", only=(True,)
     )
     block_size: int = setting(16, "Tokens in one block of KV cache.", choices=(8, 16, 32, 64, 128))
     gpu_memory_utilization: float = setting(
@@ -464,12 +468,18 @@ def make_config(cls: type, values: dict[str, Any]) -> Any:
         ConfigError: an unknown setting or a bad value.
     """
     known = {spec.name for spec in fields(cls)}
+    values = translated(_foreign(cls), values)
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f": did you mean {near[0]}?" if near else "; see `octavo serve --help` for the settings"
             raise ConfigError(f"there is no setting {name}{hint}")
     return cls(**values)
+
+
+def _foreign(cls: type) -> Mapping[str, Foreign]:
+    """vLLM's settings that a settings dataclass doesn't have."""
+    return getattr(cls, "foreign", {})
 
 
 def add_config_arguments(
@@ -481,6 +491,7 @@ def add_config_arguments(
     for spec in fields(cls):
         if spec.name in skip:
             continue
+        short = [SHORT[spec.name]] if spec.name in SHORT else []
         meta, members = spec.metadata, _members(hints[spec.name])
         default = spec.default if spec.default is not MISSING else None
         text = meta["help"].replace("%", "%%")
@@ -506,7 +517,21 @@ def add_config_arguments(
                                help=f"The same as the positional {spec.name}.")  # fmt: skip
         else:
             metavar = None if meta["choices"] else _metavar(members, meta["unit"])
-            group.add_argument(_flag(spec.name), dest=spec.name, metavar=metavar, **options)
+            group.add_argument(_flag(spec.name), *short, dest=spec.name, metavar=metavar, **options)
+    for name, foreign in _foreign(cls).items():
+        if foreign.option:
+            _add_foreign(group, name, foreign)
+
+
+def _add_foreign(group: argparse._ArgumentGroup, name: str, foreign: Foreign) -> None:
+    """Take an option of vLLM's, which `--help` doesn't show."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if foreign.flag:
+        options["action"] = argparse.BooleanOptionalAction
+    elif name in LISTS:
+        options["nargs"] = "+"
+    short = [SHORT[name]] if name in SHORT else []
+    group.add_argument(_flag(name), *short, dest=_FOREIGN + name, **options)
 
 
 def _resolved(aliases: Mapping[str, str], text: str) -> str:
@@ -534,7 +559,10 @@ def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> An
             given = given if given is not None else other
         if given is not None:
             values[spec.name] = given
-    return cls(**values)
+    for name in _foreign(cls):
+        if (given := getattr(args, _FOREIGN + name, None)) is not None:
+            values[name] = given
+    return make_config(cls, values)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

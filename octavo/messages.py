@@ -560,6 +560,10 @@ class WakeUp(msgspec.Struct, tag="wake_up"):
     """Front end to core: take the memory again."""
 
 
+class AskPulse(msgspec.Struct, tag="ask_pulse"):
+    """Front end to core process: tell where the loop is (`Pulse`); answered beside the loop."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Front end to core: free everything and return."""
 
@@ -573,6 +577,7 @@ ToCore = (
     | DescribeKV
     | Sleep
     | WakeUp
+    | AskPulse
     | Shutdown
 )
 
@@ -583,6 +588,17 @@ class Ready(msgspec.Struct, tag="ready"):
     facts: ModelFacts
 
 
+class Pulse(msgspec.Struct, tag="pulse"):
+    """Answer to `AskPulse`: how often the loop has gone round; whether it waits for a message; whether it
+    does what it has not done before (a step of a new size may compile); seconds that it took at most so far.
+    """
+
+    turn: int
+    idle: bool
+    first: bool = False
+    longest: float = 0.0
+
+
 class Fatal(msgspec.Struct, tag="fatal"):
     """Core process to front end: it cannot start or go on. `kind` is the error class's name."""
 
@@ -590,4 +606,4 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-FromCore = CoreOutputs | Ready | Fatal
+FromCore = CoreOutputs | Ready | Pulse | Fatal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from enum import IntEnum
@@ -9,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.structured_outputs import StructuredOutputsParams, structured_outputs_from
+from octavo.vllm_names import SAMPLING, translated
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -29,7 +31,26 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class _TakesVllmNames(msgspec.StructMeta):
+    """What users construct may have vLLM's other fields; messages and copies pass by it."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        known = cls.__struct_fields__
+        if args:
+            raise RequestError(f"SamplingParams({_show(args[0])}) is not valid: give its fields by name")
+        if foreign := fields.keys() - known:
+            try:
+                fields = translated(SAMPLING, fields)
+            except ConfigError as error:
+                raise RequestError(str(error), next(iter(sorted(foreign)))) from None
+        for name in fields.keys() - known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"give {', '.join(known)}"
+            raise RequestError(f"SamplingParams has no field {name}: {hint}", name)
+        return super().__call__(**fields)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_TakesVllmNames, kw_only=True, omit_defaults=True):
     """Sampling settings of one request, with vLLM's names and defaults.
 
     The order in which they act on a row of logits: logit_bias, allowed_token_ids, bad_words,
@@ -86,6 +107,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Token id to a number in [-100, 100] that is added to its logit."""
     allowed_token_ids: list[int] | None = None
     """The only tokens that may be produced."""
+    truncate_prompt_tokens: int | None = None
+    """Keep that many tokens of the prompt's end; -1: as many as leave room for max_tokens."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have: a JSON schema, an expression, a choice or a grammar."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -129,6 +152,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower it", "min_tokens"
+            )
+        if self.truncate_prompt_tokens not in (None, -1):
+            self.truncate_prompt_tokens = _integer(
+                "truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None, note="-1 is what fits"
             )
         if self.logprobs is not None:
             self.logprobs = _integer("logprobs", self.logprobs, -1, None, note="-1 is the whole vocabulary")
@@ -182,6 +209,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise RequestError(
                     f"{name}={count} is above the vocabulary's {vocab_size} tokens: -1 asks for all", name
                 )
+
+    def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """A prompt's end, as `truncate_prompt_tokens` asks. One that leaves no room at all keeps a token,
+        and is refused where its length is checked."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        return prompt[-(max(1, max_model_len - (self.max_tokens or 1)) if most == -1 else most) :]
 
     @property
     def greedy(self) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
+from octavo.vllm_names import FORMS, translated
 
 MAX_GRAMMAR_LENGTH = 512 * 1024
 """Characters of a schema, an expression, a grammar, or of all choices together."""
@@ -105,10 +106,23 @@ def structured_outputs_from(value: Any) -> StructuredOutputsParams | None:
             f"{_FIELD}={_show(value)} is not valid: give StructuredOutputsParams or its fields", _FIELD
         )
     known = StructuredOutputsParams.__struct_fields__
+    try:
+        value = translated(FORMS, value)
+    except ConfigError as error:
+        raise RequestError(f"{_FIELD}.{error}", _FIELD) from None
     for name, item in value.items():
         if name not in known and item not in (None, False):
             raise RequestError(f"{_FIELD} has no field {_show(name)}: give one of {', '.join(known)}", _FIELD)
     return StructuredOutputsParams(**{name: value[name] for name in known if value.get(name) is not None})
+
+
+class GuidedDecodingParams:
+    """vLLM's earlier name: makes `StructuredOutputsParams` of its fields."""
+
+    def __new__(cls, **fields: Any) -> StructuredOutputsParams:  # type: ignore[misc]
+        made = structured_outputs_from(fields)
+        assert made is not None
+        return made
 
 
 def _json_text(name: str, value: Any) -> str:

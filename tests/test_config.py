@@ -35,7 +35,6 @@ def test_a_word_near_a_choice_is_still_refused():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("trust_remote_code", True, "leave it out"),
         ("enable_lora", True, "leave it out"),
         ("cpu_offload_gb", 4, "leave it out"),
         ("data_parallel_size", 2, "this version runs 1"),

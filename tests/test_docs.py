@@ -100,6 +100,7 @@ def test_what_is_generated_from_the_code_is_what_the_code_says():
     spec.loader.exec_module(tool)
     hint = "run `python tools/write_docs.py`"
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == tool.settings_page(), hint
+    assert (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8") == tool.vllm_page(), hint
     sampling = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
     assert sampling == tool.with_table(sampling), hint
     assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == tool.models_page(), hint

@@ -1,7 +1,7 @@
 """Write the parts of the documentation that are generated from the code: run it after changing a setting.
 
-docs/settings.md as a whole, the table of fields in docs/sampling.md and those of docs/models.md (between
-their comments; the latter come from the tests, see models_table.py).
+docs/settings.md and docs/vllm.md as a whole, the table of fields in docs/sampling.md and those of
+docs/models.md (between their comments; the latter come from the tests, see models_table.py).
 `tests/test_docs.py` fails where either differs from the code.
 """
 
@@ -19,6 +19,7 @@ from octavo.cli.sampling_args import field_docs
 from octavo.config import EngineConfig, only_note
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
+from octavo.vllm_names import ENGINE, FORMS, SAMPLING, SERVER, SHORT, Foreign
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- fields: begin (tools/write_docs.py) -->\n", "<!-- fields: end -->\n"
@@ -92,6 +93,53 @@ def settings_page() -> str:
     return f"{HEAD}\n## Engine\n\n{engine}\n## Server\n\nOf `octavo serve`.\n\n{server}\n{ENVIRONMENT}"
 
 
+VLLM = """\
+# Coming from vLLM
+
+<!-- Written by tools/write_docs.py from octavo/vllm_names.py. -->
+
+Names are vLLM's: change `from vllm import` to `from octavo import` and `vllm serve` to `octavo serve`.
+Options may be written with `_` for `-` (`--max_model_len`), JSON ones in parts
+(`--speculative-config.method ngram`), and these have short forms:
+{short}.
+
+`LLM`, `SamplingParams`, `AsyncLLM` (also as `AsyncLLMEngine`, with `from_engine_args`), `EngineArgs`,
+`AsyncEngineArgs`, `PoolingParams`, `TextPrompt`, `TokensPrompt`, `StructuredOutputsParams` and
+`GuidedDecodingParams` are there; `LLMEngine` and beam search are not. Metrics have vLLM's names with
+[`--metrics-prefix vllm`](monitoring.md).
+
+What vLLM has as a setting and Octavo doesn't is below. It is taken where it changes nothing, with a line in
+the log, and refused otherwise, with what to do instead, unless it asks for nothing (`None`, `False`, the
+default).
+"""
+
+
+def _reasons(table: dict[str, Foreign], passes: bool) -> str:
+    """Settings by what is said of them: those that are taken, or those that are refused."""
+    by_note: dict[str, list[str]] = {}
+    for name, foreign in table.items():
+        if (foreign.passes is None) == passes:
+            by_note.setdefault(foreign.note, []).append(_code(name))
+    head = "| taken | because |" if passes else "| refused | instead |"
+    lines = [f"| {', '.join(sorted(names))} | {_cell(note)} |" for note, names in by_note.items()]
+    return "\n".join([head, "|---|---|", *lines]) + "\n"
+
+
+def vllm_page() -> str:
+    """docs/vllm.md."""
+    short = ", ".join(f"`{SHORT[name]}` {name}" for name in sorted(SHORT))
+    page = VLLM.format(short=short)
+    parts = {
+        "Engine": ENGINE,
+        "`octavo serve`": SERVER,
+        "`SamplingParams`": SAMPLING,
+        "`StructuredOutputsParams`": FORMS,
+    }
+    for title, table in parts.items():
+        page += f"\n## {title}\n\n{_reasons(table, True)}\n{_reasons(table, False)}"
+    return page
+
+
 def sampling_table() -> str:
     """The fields of SamplingParams as a Markdown table."""
     helps, hints = field_docs(SamplingParams), typing.get_type_hints(SamplingParams)
@@ -122,6 +170,7 @@ def models_page() -> str:
 
 def main() -> None:
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
+    (DOCS / "vllm.md").write_text(vllm_page(), encoding="utf-8")
     path = DOCS / "sampling.md"
     path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "models.md").write_text(models_page(), encoding="utf-8")

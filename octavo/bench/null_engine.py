@@ -113,15 +113,16 @@ class NullLLM(AsyncLLM):
         loop: asyncio.AbstractEventLoop,
         abandoned: threading.Event | None = None,
         restart_engine: bool = False,
+        engine_timeout: float = 0.0,
         step_seconds: float = 0.0,
     ):
         self._step_seconds = step_seconds
-        super().__init__(config, loop, abandoned, restart_engine)
+        super().__init__(config, loop, abandoned, restart_engine, engine_timeout)
 
     def _start_engine(self) -> CoreClient:
         command = (__name__, "--step-ms", str(1e3 * self._step_seconds))
         return ProcessClient(
-            self._processor.config, self._on_outputs, self._on_death, self._abandoned, command
+            self._processor.config, self._on_outputs, self._on_death, self._abandoned, command, self._watch
         )
 
 

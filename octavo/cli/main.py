@@ -24,6 +24,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol, cast
 
+from octavo.cli.arguments import normalized
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.version import __version__
 
@@ -51,7 +52,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Here, and not in `parse_args` of the outermost parser, since only the command's own knows what
         # its options are called.
-        known, unknown = super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        known, unknown = super().parse_known_args(normalized(words, self._option_string_actions), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, 1)

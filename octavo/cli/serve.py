@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     async def create_engine() -> AsyncLLM:
         from octavo.async_llm import AsyncLLM
 
-        return await AsyncLLM.create(engine_config, restart_engine=config.restart_engine)
+        return await AsyncLLM.create(
+            engine_config, restart_engine=config.restart_engine, engine_timeout=config.engine_timeout
+        )
 
     return serve(create_engine, config)

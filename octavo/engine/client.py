@@ -22,13 +22,26 @@ import octavo
 from octavo import errors
 from octavo.config import EngineConfig
 from octavo.engine.cpu_libraries import settle_libraries
-from octavo.engine.frames import receive_frame, send_frame
+from octavo.engine.frames import receive_frame
+from octavo.engine.sender import FrameSender
+from octavo.engine.watchdog import Watch, Watchdog
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.messages import CoreOutputs, Fatal, FromCore, ModelFacts, Ready, Shutdown, ToCore
+from octavo.messages import (
+    AskPulse,
+    CoreOutputs,
+    Fatal,
+    FromCore,
+    ModelFacts,
+    Pulse,
+    Ready,
+    Shutdown,
+    ToCore,
+)
 
 logger = logging.getLogger(__name__)
 
 _START_POLL = 0.1  # seconds between looks at whether the start has been given up
+_KILL_SECONDS = 10.0  # that a killed process gets to be gone
 
 OnOutputs = Callable[[CoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
@@ -113,6 +126,7 @@ class ProcessClient(CoreClient):
     Args:
         abandoned: set, while the core loads, to give the start up.
         module: what is run as that process, with its arguments; the socket's number comes after them.
+        watch: ends the process if it hangs; None: it may take any time.
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class ProcessClient(CoreClient):
         on_death: OnDeath,
         abandoned: threading.Event | None = None,
         module: Sequence[str] = ("octavo.engine.process",),
+        watch: Watch | None = None,
     ):
         ours, theirs = socket.socketpair()
         package = str(Path(octavo.__file__).parent.parent)
@@ -135,13 +150,15 @@ class ProcessClient(CoreClient):
                 start_new_session=True,  # signals for the server's group are the server's to handle
             )
         self._socket = ours
-        self._lock = threading.Lock()
+        self._sender = FrameSender(ours)
         self._closing = False
         self._dead: EngineDeadError | None = None
+        self._hung: str | None = None  # why the process was ended
+        self._watchdog: Watchdog | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         try:
-            send_frame(ours, self._encoder.encode(dataclasses.asdict(config)))
+            self._sender.send(self._encoder.encode(dataclasses.asdict(config)))
             while not select.select([ours], [], [], _START_POLL)[0]:
                 if abandoned is not None and abandoned.is_set():
                     raise EngineDeadError("the engine's start was given up")
@@ -155,6 +172,8 @@ class ProcessClient(CoreClient):
             message = first.message if isinstance(first, Fatal) else "the engine core ended while starting"
             raise kind(message)
         self.facts = first.facts
+        if watch is not None:
+            self._watchdog = Watchdog(watch, self._ask_pulse, self._end_hung)
         self._thread = threading.Thread(
             target=self._listen, args=(on_outputs, on_death), name="octavo-core-reader"
         )
@@ -171,13 +190,14 @@ class ProcessClient(CoreClient):
             raise self._dead
         data = self._encoder.encode(message)
         try:
-            with self._lock:
-                send_frame(self._socket, data)
+            self._sender.send(data)
         except OSError as error:
             raise EngineDeadError("the engine core has ended") from error
 
     def close(self) -> None:
         self._closing = True
+        if self._watchdog is not None:
+            self._watchdog.close()
         with contextlib.suppress(EngineDeadError):
             self.send(Shutdown())
         try:
@@ -189,8 +209,23 @@ class ProcessClient(CoreClient):
 
     def _kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error("the engine core's process %d is stuck in the kernel and cannot be ended", self.pid)
         self._socket.close()
+
+    def _ask_pulse(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self.send(AskPulse())
+
+    def _end_hung(self, what: str) -> None:
+        """The core has hung: end its process, which the reader notices and tells."""
+        self._hung = what
+        logger.error("the engine core hangs: %s; its process is ended", what)
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a process stuck in the kernel would keep it open
 
     def _receive(self) -> FromCore | None:
         frame = receive_frame(self._socket)
@@ -200,8 +235,11 @@ class ProcessClient(CoreClient):
         message: FromCore | None = None
         reason: str | None = None
         try:
-            while isinstance(message := self._receive(), CoreOutputs):
-                on_outputs(message)
+            while isinstance(message := self._receive(), CoreOutputs | Pulse):
+                if isinstance(message, CoreOutputs):
+                    on_outputs(message)
+                elif self._watchdog is not None:
+                    self._watchdog.tell(message)
         except OSError:
             pass
         except Exception as error:  # nobody would be told anything from here on
@@ -210,7 +248,11 @@ class ProcessClient(CoreClient):
             self._process.kill()
         if self._closing:
             return
-        if reason is None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._hung is not None:
+            reason = f"it hung: {self._hung}"
+        elif reason is None:
             reason = message.message if isinstance(message, Fatal) else f"exit code {self._process.wait()}"
         self._dead = EngineDeadError(f"the engine core has ended ({reason})")
         on_death(self._dead)

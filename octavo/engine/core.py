@@ -13,6 +13,7 @@ from octavo.engine.describe import describe_requests
 from octavo.engine.executor import Executor, PendingStep, make_executor
 from octavo.engine.grammar_compiler import GrammarCompiler
 from octavo.engine.grammar_masks import begin_masks, collect_masks
+from octavo.engine.pulse import LoopPulse, step_kind
 from octavo.engine.scheduler import Scheduler, SchedulerLimits
 from octavo.engine.step_maker import ScheduledStep
 from octavo.errors import ConfigError, EngineDeadError, RequestError
@@ -51,6 +52,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None):
         self.config = config
+        self.pulse = LoopPulse()
         try:
             self._allocate(executor)
         except MemoryError as error:
@@ -204,6 +206,7 @@ class EngineCore:
         if step is not None:
             begin_masks(step.grammars)
             begin = time.perf_counter()
+            self.pulse.launch(step_kind(step.plan))
             try:
                 self._in_flight.append((step, self._execute(step.plan), begin))
             except EngineDeadError:
@@ -230,8 +233,9 @@ class EngineCore:
             raise
         except Exception as error:
             return self._fail(oldest, error)
+        end = time.perf_counter()
+        self.pulse.finish(step_kind(oldest.plan), end - begin)
         if self.scheduler.drafting is not None:
-            end = time.perf_counter()
             self.scheduler.drafting.timed(oldest.plan, result, end - max(begin, self._last_end))
             self._last_end = end
         return self._update(oldest, result)

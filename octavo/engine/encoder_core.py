@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.executor import EncoderExecutor
+from octavo.engine.pulse import LoopPulse
 from octavo.errors import EngineDeadError
 from octavo.kv.map import STATES
 from octavo.messages import (
@@ -36,6 +37,7 @@ class EncoderCore:
 
     def __init__(self, config: EngineConfig, executor: EncoderExecutor | None = None):
         self.config = config
+        self.pulse = LoopPulse()
         self.executor = executor or EncoderExecutor(config)
         self._waiting: dict[str, CoreRequest] = {}
         self._batches: list[list[CoreRequest]] = []
@@ -87,6 +89,10 @@ class EncoderCore:
         if not batch:
             return []
         begin = time.time()
+        tokens = sum(len(request.prompt_token_ids) for request in batch)
+        longest = max(len(request.prompt_token_ids) for request in batch)
+        kind = (tokens.bit_length(), longest.bit_length())
+        self.pulse.launch(kind)
         for request in batch:
             del self._waiting[request.request_id]
         try:
@@ -103,10 +109,10 @@ class EncoderCore:
             self._batches += [batch[half:], batch[:half]]
             return []
         self._stats.num_steps += 1
-        tokens = sum(len(request.prompt_token_ids) for request in batch)
         self._stats.prompt_tokens += tokens
         self._stats.iteration_tokens.add(ITERATION_BOUNDS, tokens)
         end = time.time()
+        self.pulse.finish(kind, end - begin)
         return [
             CoreOutput(
                 request.request_id,

@@ -8,9 +8,14 @@ import struct
 _LENGTH = struct.Struct("<I")
 
 
+def framed(data: bytes) -> bytes:
+    """A message as it goes over the socket."""
+    return _LENGTH.pack(len(data)) + data
+
+
 def send_frame(sock: socket.socket, data: bytes) -> None:
     """Send one frame (blocks while the socket's buffer is full)."""
-    sock.sendall(_LENGTH.pack(len(data)) + data)
+    sock.sendall(framed(data))
 
 
 def receive_frame(sock: socket.socket) -> bytearray | None:

@@ -140,6 +140,7 @@ class InputProcessor:
             assert text is not None
             ids = self.need_tokenizer("a prompt of text").encode(text)
         self.check_ids(ids)
+        ids = params.truncated(ids, self.facts.max_model_len)
         params.check_vocabulary(self.facts.vocab_size, self.config.max_logprobs)
         params = self._clamped(params, len(ids))
         if params.structured_outputs is not None:

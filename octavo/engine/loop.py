@@ -95,11 +95,17 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
     try:
         while True:
             outputs: list[CoreOutput] = []
-            for message in _receive(inbox, wait=not core.has_work):
+            wait = not core.has_work
+            if wait:
+                core.pulse.rest()
+            messages = _receive(inbox, wait)
+            core.pulse.go_round()
+            for message in messages:
                 if isinstance(message, Shutdown):
                     core.close()
                     return
                 if isinstance(message, StartProfile | StopProfile):
+                    core.pulse.chore()
                     start = isinstance(message, StartProfile)
                     status = profiling.start() if start else profiling.stop()
                     deliver(CoreOutputs([], core.stats(), status))
@@ -112,6 +118,7 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                 elif isinstance(message, DescribeKV):
                     deliver(CoreOutputs([], core.stats(), kv_map=core.describe_kv(message)))
                 elif isinstance(message, Sleep | WakeUp):
+                    core.pulse.chore()
                     slept = (
                         sleeping.sleep(message.level) if isinstance(message, Sleep) else sleeping.wake_up()
                     )

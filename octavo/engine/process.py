@@ -20,7 +20,7 @@ from octavo.engine.cpu_libraries import settle_libraries
 from octavo.engine.frames import receive_frame, send_frame
 from octavo.engine.garbage import keep_for_good
 from octavo.log import configure_logging
-from octavo.messages import CoreOutputs, Fatal, FromCore, Ready, Shutdown, ToCore
+from octavo.messages import AskPulse, CoreOutputs, Fatal, FromCore, Pulse, Ready, Shutdown, ToCore
 
 if TYPE_CHECKING:
     from octavo.engine.cores import Core
@@ -46,7 +46,15 @@ def main(fd: int, make: Callable[[EngineConfig], Core] | None = None) -> int:
     if first is None:
         return 0
     inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sock, inbox), daemon=True).start()  # ends a load that nobody awaits
+    outbox: queue.SimpleQueue[CoreOutputs | Pulse | None] = queue.SimpleQueue()
+    core: Core | None = None
+
+    def tell_pulse() -> None:
+        if core is not None:
+            outbox.put(core.pulse.pulse())
+
+    # From here on: it ends a load that nobody awaits.
+    threading.Thread(target=_read, args=(sock, inbox, tell_pulse), daemon=True).start()
     try:
         configure_logging()
         settle_libraries()
@@ -60,7 +68,6 @@ def main(fd: int, make: Callable[[EngineConfig], Core] | None = None) -> int:
         send(Fatal(type(error).__name__, str(error)))
         return 1
     send(Ready(core.facts))
-    outbox: queue.SimpleQueue[CoreOutputs | None] = queue.SimpleQueue()
     writer = threading.Thread(target=_write, args=(send, outbox), daemon=True)
     writer.start()
     code, last = 0, None
@@ -76,17 +83,21 @@ def main(fd: int, make: Callable[[EngineConfig], Core] | None = None) -> int:
     return code
 
 
-def _read(sock: socket.socket, inbox: queue.SimpleQueue[ToCore]) -> None:
+def _read(sock: socket.socket, inbox: queue.SimpleQueue[ToCore], tell_pulse: Callable[[], None]) -> None:
     decoder = msgspec.msgpack.Decoder(ToCore)
     # A front end that was killed with messages unread resets the connection instead of closing it.
     with contextlib.suppress(OSError):
         while (frame := receive_frame(sock)) is not None:
-            inbox.put(decoder.decode(frame))
+            message = decoder.decode(frame)
+            if isinstance(message, AskPulse):  # the loop may be what doesn't answer
+                tell_pulse()
+            else:
+                inbox.put(message)
     inbox.put(Shutdown())
     threading.Timer(_EXIT_SECONDS, os._exit, args=(1,)).start()
 
 
-def _write(send, outbox: queue.SimpleQueue[CoreOutputs | None]) -> None:  # type: ignore[no-untyped-def]
+def _write(send, outbox: queue.SimpleQueue[CoreOutputs | Pulse | None]) -> None:  # type: ignore[no-untyped-def]
     while (message := outbox.get()) is not None:
         try:
             send(message)

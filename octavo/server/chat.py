@@ -25,7 +25,6 @@ from octavo.server.params import (
     new_request_id,
     output_form,
     sampling_params,
-    truncated,
 )
 from octavo.server.protocol import (
     AssistantMessage,
@@ -89,7 +88,7 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
     hidden = plan.tools.mode == ToolMode.NONE and service.config.exclude_tools_when_tool_choice_none
     offered = [] if hidden else plan.tools.for_template()
     prompt = await service.text.encode_chat(chat_prompt(service, body.messages, body, extra, offered))
-    prompt = truncated(prompt, body, params, service.engine.max_model_len)
+    prompt = params.truncated(prompt, service.engine.max_model_len)
     thinking = _thinking(service, body, prompt, plan)
     if (form := plan.form_after(thinking)) is not params.structured_outputs:
         params = params.clone(structured_outputs=form)

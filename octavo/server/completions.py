@@ -16,7 +16,7 @@ from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, completion_logprobs, prompt_logprobs
-from octavo.server.params import check_request, form_field, new_request_id, sampling_params, truncated
+from octavo.server.params import check_request, form_field, new_request_id, sampling_params
 from octavo.server.protocol import (
     Completion,
     CompletionChoice,
@@ -61,7 +61,7 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
     texts, prompts = await _prompts(service, body)
     room = service.engine.max_model_len
     for i, prompt in enumerate(prompts):
-        prompts[i] = truncated(prompt, body, params, room)
+        prompts[i] = params.truncated(prompt, room)
         if len(prompts[i]) < len(prompt):
             texts[i] = None  # an echo tells what was read
     style = LogprobStyle(

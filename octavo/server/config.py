@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from octavo.config import setting, validate
 from octavo.errors import ConfigError
 from octavo.server.otlp import check_endpoint
 from octavo.server.reasoning import REASONING_FORMATS
 from octavo.server.tools.registry import TOOL_PARSERS
+from octavo.vllm_names import SERVER, Foreign
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 
 
 @dataclass
 class ServerConfig:
-    """Settings of one server. Field names are vLLM's where vLLM has them."""
+    """Settings of one server. Field names are vLLM's where vLLM has them.
+
+    Attributes:
+        foreign: what becomes of vLLM's others.
+    """
+
+    foreign: ClassVar[Mapping[str, Foreign]] = SERVER
 
     host: str = setting(
         "127.0.0.1", "Address to listen on; 0.0.0.0 takes requests from other machines (then set --api-key)."
@@ -68,12 +78,26 @@ class ServerConfig:
         "Start the engine's process again if it ends by itself, at most 3 times in 10 minutes. Requests of "
         "which nothing has been sent are run again then, once; others end with an error.",
     )
+    engine_timeout: float = setting(
+        120.0,
+        "Seconds without progress, while requests wait, after which the engine counts as hung: its process "
+        "is ended, requests get an error, and /health and /ready tell it. What it does for the first time "
+        "(it may compile kernels) gets ten times as long; every step, ten times the longest of its kind so "
+        "far on top. Loading doesn't count. 0: it may take any time.",
+        low=0.0,
+        high=86400.0,
+    )
     strict_fields: bool = setting(
         False,
         "Refuse requests with unknown fields (400) instead of ignoring these with a line in the log.",
     )
     trust_request_chat_template: bool = setting(
         False, "Let requests bring their own chat template, which is a program that this server then runs."
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = setting(
+        None,
+        "Names for the chat template, as JSON, where a request doesn't give them: for example "
+        '`{"enable_thinking": false}`.',
     )
     enable_auto_tool_choice: bool = setting(
         False, "Let the model choose by itself to call tools that a request offers; needs a tool_call_parser."
@@ -126,6 +150,7 @@ class ServerConfig:
     ssl_certfile: str | None = setting(None, "Certificate file, to serve HTTPS.")
 
     def __post_init__(self) -> None:
+        self.allowed_origins = _words(self.allowed_origins)
         validate(self)
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError(
@@ -137,3 +162,22 @@ class ServerConfig:
 
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)  # before a model is loaded
+
+
+def _words(given: list[str] | None) -> list[str] | None:
+    """Words; one that is a JSON list, as vLLM writes them, is its members.
+
+    Raises:
+        ConfigError: it is no list of words.
+    """
+    if not isinstance(given, list) or len(given) != 1 or not str(given[0]).startswith("["):
+        return given
+    try:
+        words = json.loads(given[0])
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(
+            f"allowed_origins={given[0]!r} is not valid: give origins, such as https://a.example"
+        )
+    return words

@@ -58,7 +58,7 @@ def chat_prompt(
         continue_final_message=continued,
         add_special_tokens=bool(options.add_special_tokens),  # templates write their own
         chat_template=options.chat_template,
-        template_kwargs=(extra or {}) | kwargs,
+        template_kwargs=(service.config.default_chat_template_kwargs or {}) | (extra or {}) | kwargs,
         tools=tools,
     )
 

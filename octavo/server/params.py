@@ -19,7 +19,7 @@ _FORM = "structured_outputs"
 _COPIED = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
     "logit_bias min_tokens ignore_eos stop_token_ids include_stop_str_in_output skip_special_tokens "
-    "spaces_between_special_tokens prompt_logprobs allowed_token_ids bad_words"
+    "spaces_between_special_tokens prompt_logprobs allowed_token_ids bad_words truncate_prompt_tokens"
 ).split()
 
 
@@ -42,28 +42,6 @@ def sampling_params(
     if (form := output_form(body)) is not None:
         values["structured_outputs"] = form
     return defaults.clone(**(values | own))
-
-
-def truncated(
-    prompt: list[int], body: SamplingFields, params: SamplingParams, max_model_len: int
-) -> list[int]:
-    """A prompt's end, as `truncate_prompt_tokens` asks.
-
-    Raises:
-        ApiError: 400 for a number that is neither -1 nor positive.
-    """
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return prompt
-    if most == -1:
-        # One that leaves no room at all is refused by the engine.
-        most = max(1, max_model_len - (params.max_tokens or 1))
-    elif most < 1:
-        raise bad_request(
-            f"truncate_prompt_tokens={most} is not valid: give a positive integer, or -1 for what fits",
-            "truncate_prompt_tokens",
-        )
-    return prompt[-most:]
 
 
 def output_form(body: SamplingFields) -> StructuredOutputsParams | None:

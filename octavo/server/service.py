@@ -136,13 +136,12 @@ class Service:
             config.tokenizer_threads,
             load_chat_template(template) if template else None,
         )
-        facts = engine.facts
         self.metrics = Metrics(
             engine.stats,
             self.names[0],
             engine.max_model_len,
-            facts.memory,
-            facts.summary.get("weights", ""),
+            lambda: engine.facts.memory,
+            engine.facts.summary.get("weights", ""),
             prefix=config.metrics_prefix,
             cache=cache_labels(engine.config),
             synthetic_acceptance=engine.config.synthetic_acceptance,

@@ -31,7 +31,7 @@ SPECULATION = '{"method": "ngram", "num_speculative_tokens": 3}'
 def exported() -> set[str]:
     """Names of all series of a server."""
     stats = CoreStats(spec_drafts=1, spec_accepted_per_pos=[1])
-    text = Metrics(lambda: stats, "m", 128, {"weights": 1}).render().decode()
+    text = Metrics(lambda: stats, "m", 128, lambda: {"weights": 1}).render().decode()
     names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     # Once a request came.
     return names | {"http_requests_total", "up"}

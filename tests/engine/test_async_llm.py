@@ -131,3 +131,25 @@ def test_settings_as_keywords_and_a_block_that_frees():
             await answer(engine, "late")
 
     asyncio.run(main())
+
+
+def test_an_engine_made_before_its_loop_as_vllms_users_do():
+    from dataclasses import asdict
+
+    from octavo import AsyncEngineArgs, AsyncLLMEngine
+
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**asdict(settings())))
+
+    async def main() -> tuple[list[list[int]], list[list[int]]]:
+        try:
+            prompt = {"prompt_token_ids": [7, 7, *PROMPT]}
+            params = SHORT.clone(truncate_prompt_tokens=3)
+            stream = engine.generate(prompt=prompt, sampling_params=params, request_id="a")
+            [cut] = [output async for output in stream]
+            assert cut.prompt_token_ids == PROMPT
+            return [c.token_ids for c in cut.outputs], await answer(engine, "b")
+        finally:
+            await engine.shutdown()
+
+    cut, short = asyncio.run(main())
+    assert cut == short

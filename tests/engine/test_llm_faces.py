@@ -69,7 +69,7 @@ def test_first_snippet_with_the_import_changed():
     (dict(tensor_parallel_size=2, device="cuda:0"), "tensor_parallel_size"),
     (dict(pipeline_parallel_size=2), "pipeline_parallel_size"),
     (dict(enable_lora=True), "enable_lora"),
-    (dict(trust_remote_code=True), "trust_remote_code"),
+    (dict(max_lora_rank=16), "max_lora_rank=16 is not supported: this version serves no adapters"),
     (dict(enable_chunked_prefill=False), "enable_chunked_prefill"),
     (dict(gpu_memory_utilisation=0.5), "gpu_memory_utilization"),
     (dict(block_size=17), "block_size"),

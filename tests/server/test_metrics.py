@@ -116,7 +116,7 @@ def test_memory_and_the_cache_s_times_are_told() -> None:
     )
     memory = {"total": 100, "weights": 60, "free": 40}
     kept = "gptq: W4A16 as W4A8, since so"
-    text = Metrics(lambda: stats, "m", 128, types.MappingProxyType(memory), kept).render().decode()
+    text = Metrics(lambda: stats, "m", 128, lambda: types.MappingProxyType(memory), kept).render().decode()
     assert f'octavo:weights_info{{engine="0",model_name="m",weights="{kept}"}} 1.0' in text
     told = {s.labels.get("kind"): s.value for f in text_string_to_metric_families(text) for s in f.samples
             if s.name == "octavo:memory_bytes"}  # fmt: skip

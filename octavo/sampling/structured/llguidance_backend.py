@@ -13,6 +13,7 @@ from octavo.errors import RequestError
 from octavo.sampling.structured.backend import Backend, Grammar, GrammarState, Vocabulary
 from octavo.sampling.structured.json_runs import JsonRuns, RunTokens
 from octavo.sampling.structured.lark import after_reasoning, as_lark, structural_tags
+from octavo.sampling.structured.refusals import explained
 from octavo.sampling.structured.schema import prepare_schema
 from octavo.structured_outputs import StructuredOutputsParams
 
@@ -78,8 +79,19 @@ class LLGuidanceBackend(Backend):
         except (ValueError, AssertionError) as error:  # what the library's Python part raises
             raise _refusal(params.kind, str(error)) from None
         if matcher.is_error():
-            raise _refusal(params.kind, matcher.get_error())
+            raise _refusal(params.kind, self._explained(params, matcher.get_error()))
         return _LLGrammar(params.kind, matcher, self._vocabulary, self._run_tokens if is_json else None)
+
+    def _explained(self, params: StructuredOutputsParams, message: str) -> str:
+        """The library's message in words about what was asked for, where these are known."""
+
+        def refuses(schema: dict[str, Any]) -> str | None:
+            source = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            matcher = LLMatcher(self._json, source, log_level=0, limits=self._limits)
+            return matcher.get_error() if matcher.is_error() else None
+
+        schema = prepare_schema(json.loads(params.text)) if params.kind == "json" else {}
+        return explained(schema, message, refuses) or message
 
     def _after_reasoning(self, params: StructuredOutputsParams) -> str:
         """A form that begins after free text, in the library's own language."""

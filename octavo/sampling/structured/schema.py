@@ -6,6 +6,7 @@ of any kind is valid. Those that the standard defines and the compiler lacks sta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 _STANDARD_FORMATS = frozenset(
@@ -35,6 +36,21 @@ def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
             value = {key: _prepare_any(item) for key, item in value.items()}
         prepared[name] = value
     return prepared
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas right within a schema, with the steps of a JSON pointer that lead to them."""
+    for name, value in schema.items():
+        if name in _ONE and isinstance(value, dict):
+            yield name, value
+        elif name in _LISTS and isinstance(value, list):
+            yield from ((f"{name}/{i}", item) for i, item in enumerate(value) if isinstance(item, dict))
+        elif name in _NAMED and isinstance(value, dict):
+            yield from (
+                (f"{name}/{key.replace('~', '~0').replace('/', '~1')}", item)
+                for key, item in value.items()
+                if isinstance(item, dict)
+            )
 
 
 def _prepare_any(value: Any) -> Any:

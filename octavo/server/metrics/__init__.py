@@ -53,7 +53,7 @@ class Metrics(Collector):
         stats: Callable[[], CoreStats],
         model_name: str,
         max_model_len: int,
-        memory: Mapping[str, int] | None = None,
+        memory: Callable[[], Mapping[str, int]] = dict,
         weights: str = "",
         *,
         prefix: str = "octavo",
@@ -63,14 +63,14 @@ class Metrics(Collector):
         """Set them up.
 
         Args:
-            memory: bytes by what holds them (`ModelFacts.memory`).
+            memory: bytes by what holds them (`ModelFacts.memory`), now.
             weights: how they are kept (`ModelFacts.summary`).
             prefix: stands before the colon of every name.
             cache: settings of the KV cache by name.
             synthetic_acceptance: by which drafts stand in a benchmark.
         """
         self._namer = Namer(prefix, (model_name, "0"))
-        self._core = CoreMetrics(stats, self._namer, memory or {}, weights, cache or {}, synthetic_acceptance)
+        self._core = CoreMetrics(stats, self._namer, memory, weights, cache or {}, synthetic_acceptance)
         self._requests = RequestHistograms(max_model_len)
         self.http = HttpRequests()
         self._engine_up = True

@@ -21,7 +21,7 @@ _GAUGES = (
     ("host_kv_blocks_used", "Slots of the host tier that hold a block.", "host_blocks_used"),
 )
 # Nothing runs in an engine that has ended, whatever it told last.
-_OF_RUNNING = frozenset({"num_running", "num_waiting", "kv_cache_usage"})
+_OF_RUNNING = frozenset({"num_running", "num_waiting", "kv_cache_usage", "host_blocks_used"})
 
 _COUNTERS = (
     ("num_preemptions", "Preemptions.", "num_preemptions"),
@@ -93,7 +93,7 @@ class CoreMetrics:
 
     Args:
         stats: the core's latest figures.
-        memory: bytes by what holds them (`ModelFacts.memory`).
+        memory: bytes by what holds them (`ModelFacts.memory`), as they are now.
         weights: how they are kept (`ModelFacts.summary`).
         cache: the settings of the KV cache, as `cache_config_info` tells them.
         synthetic: rates by which drafts stand in a benchmark; None: the model judges them.
@@ -103,7 +103,7 @@ class CoreMetrics:
         self,
         stats: Callable[[], CoreStats],
         namer: Namer,
-        memory: Mapping[str, int],
+        memory: Callable[[], Mapping[str, int]],
         weights: str,
         cache: Mapping[str, str],
         synthetic: Sequence[float] | None = None,
@@ -126,7 +126,8 @@ class CoreMetrics:
         yield from self._rates(stats)
         yield self._cache_config(stats)
         yield namer.gauge("weights_info", "How weights are kept and computed on.", 1, weights=self._weights)
-        yield self._by_kind(stats)
+        if engine_up:  # one that has ended holds nothing, and what is free then was not measured
+            yield self._by_kind(stats)
         for name, text, field in _COUNTERS:
             yield namer.counter(name, text, getattr(stats, field))
         yield from self._speculation(stats)
@@ -152,7 +153,7 @@ class CoreMetrics:
 
     def _by_kind(self, stats: CoreStats) -> GaugeMetricFamily:
         """The memory ledger; recorded steps come as they are first met, out of what was free."""
-        held: dict[str, float] = dict(self._memory)
+        held: dict[str, float] = dict(self._memory())
         if held and stats.graph_bytes:
             held["graphs"] = stats.graph_bytes
             held["free"] = held.get("free", 0) - stats.graph_bytes
