@@ -95,6 +95,12 @@ class EngineConfig:
         secret=True,
     )
     skip_tokenizer_init: bool = setting(False, "Work with token ids only: no tokenizer is loaded.")
+    hf_overrides: dict[str, Any] | str | None = setting(
+        None,
+        "What the model's config.json should say otherwise, as JSON: for example "
+        '`{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}`. '
+        "An object's values replace those of the same names.",
+    )
     model_impl: str = setting(
         "auto",
         "Whose code runs the model: Octavo's own families (octavo), or that of the transformers package on "
@@ -333,6 +339,7 @@ class EngineConfig:
                 f"batch_invariant has an attention of its own, not {self.attention_backend!r}: leave "
                 "attention_backend out"
             )
+        self.hf_overrides = _json_object("hf_overrides", self.hf_overrides)
         self._settle_kv_tiers()
         _ = self.speculative  # refused here if it is wrong
         if self.runs_ranks:
@@ -403,6 +410,21 @@ class EngineConfig:
                 f"prefix_caching_hash_algo={self.prefix_caching_hash_algo!r} can be forged, and kv_disk_path "
                 "is shared: choose sha256 or sha256_cbor"
             )
+
+
+def _json_object(name: str, given: Any) -> dict[str, Any] | None:
+    """A dictionary, or its JSON; None if it is empty.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        value = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}={given[:100]!r} is not JSON ({error})") from None
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{name}={str(value)[:100]!r} is not valid: give a JSON object")
+    return value or None
 
 
 def parse_amount(text: str, unit: str) -> int | str:

@@ -76,10 +76,18 @@ def translated(table: Mapping[str, Foreign], values: Mapping[str, Any]) -> dict[
         ConfigError: one asks for what there isn't, or says other than one of ours beside it.
     """
     ours = {name: value for name, value in values.items() if name not in table}
-    for name in values.keys() & table.keys():
+    for name in sorted(values.keys() & table.keys()):
         for other, value in table[name].settle(name, values[name]).items():
-            if ours.get(other, value) != value:
-                raise ConfigError(f"{name} and {other} are two names of one setting: leave one out")
+            beside = ours.get(other)
+            if value is None:
+                continue
+            if isinstance(beside, Mapping) and isinstance(value, Mapping):
+                agree = {**beside, **value} == {**value, **beside}
+                value = {**beside, **value}
+            else:
+                agree = beside in (None, value)
+            if not agree:
+                raise ConfigError(f"{name} and {other} say two things: leave one out")
             ours[other] = value
     return ours
 
@@ -106,6 +114,20 @@ def _drain_timeout(value: Any) -> Mapping[str, Any]:
         return {"drain_timeout": float(value)}
     except (TypeError, ValueError):
         raise ConfigError(f"shutdown_timeout={_shown(value)} is not valid: give seconds") from None
+
+
+def _override(field: str) -> Callable[[Any], Mapping[str, Any]]:
+    """For a value of the model's config.json."""
+
+    def becomes(value: Any) -> Mapping[str, Any]:
+        if _asks_nothing(value):
+            return {}
+        try:
+            return {"hf_overrides": {field: json.loads(value) if isinstance(value, str) else value}}
+        except ValueError:
+            raise ConfigError(f"{field}={_shown(value)} is not JSON") from None
+
+    return becomes
 
 
 def _chunked_prefill(value: Any) -> Mapping[str, Any]:
@@ -165,7 +187,6 @@ _EXPERTS = "ranks share each expert, and the experts' kernels are chosen by the 
 _DRAFTS = "write it in speculative_config (`octavo serve --help-speculative` lists its fields)"
 _OFFLOAD = "weights stay on the device: use a quantized checkpoint or several GPUs"
 _NODES = "ranks are processes of one machine: leave it out"
-_CONFIG_JSON = "edit the config.json of a local copy of the model"
 _METRICS = "all of /metrics is always there"
 
 ENGINE = _table(
@@ -196,7 +217,11 @@ ENGINE = _table(
     _same("there is one kind of tokenizer: the one that the model's files describe", "tokenizer_mode"),
     _refused("the model needs a config.json", "config_format", "auto", "hf"),
     _refused("put the config.json into the model's folder", "hf_config_path"),
-    _refused(_CONFIG_JSON, "rope_scaling rope_theta hf_overrides override_attention_dtype"),
+    {
+        "rope_scaling": Foreign("a field of hf_overrides", becomes=_override("rope_scaling")),
+        "rope_theta": Foreign("a field of hf_overrides", becomes=_override("rope_theta")),
+    },
+    _refused("give dtype", "override_attention_dtype"),
     _refused("edit the generation_config.json of a local copy", "override_generation_config"),
     _same(
         "files are mapped and read ahead",

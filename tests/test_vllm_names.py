@@ -140,14 +140,16 @@ def test_what_asks_for_nothing_is_taken_silently(caplog):
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        (dict(hf_overrides={"a": 1}), "hf_overrides={'a': 1} is not supported: edit the config.json"),
+        (dict(hf_overrides="[1]"), "hf_overrides='[1]' is not valid: give a JSON object"),
+        (dict(rope_theta=1e4, hf_overrides={"rope_theta": 2}), "rope_theta and hf_overrides say two things"),
+        (dict(override_generation_config={"top_k": 1}), "edit the generation_config.json"),
         (dict(num_gpu_blocks_override=100), "give the cache's size as kv_cache_memory_bytes"),
         (dict(enable_chunked_prefill=False), "raise max_num_batched_tokens to max_model_len"),
         (dict(kv_transfer_config='{"kv_role": "kv_both"}'), "instances exchange no KV"),
         (dict(max_lora_rank=8), "max_lora_rank=8 is not supported: this version serves no adapters"),
         (dict(task="classify"), "task=classify is not supported: give runner='generate'"),
         (dict(nnodes=2), "nnodes=2 is not supported: ranks are processes of one machine"),
-        (dict(task="embed", runner="generate"), "task and runner are two names of one setting"),
+        (dict(task="embed", runner="generate"), "task and runner say two things: leave one out"),
         (dict(structured_outputs_config="{"), "structured_outputs_config={ is not JSON"),
         (dict(structured_outputs_config={"disable_any_whitespace": True}), "set it per request"),
         (dict(scheduler_cls="my.Scheduler"), "there are no plugins"),
@@ -164,6 +166,8 @@ def test_other_names_of_ours():
     assert make_config(EngineConfig, {"task": "embed"}).runner == "pooling"
     assert make_config(EngineConfig, {"task": "embedding", "runner": "pooling"}).runner == "pooling"
     assert make_config(EngineConfig, {"convert": "embed"}).runner == "pooling"
+    both = make_config(EngineConfig, {"rope_theta": 5.0, "rope_scaling": '{"factor": 2}'})
+    assert both.hf_overrides == {"rope_theta": 5.0, "rope_scaling": {"factor": 2}}
     assert served("m", "--shutdown-timeout", "5")[1].drain_timeout == 5
 
 
@@ -189,7 +193,6 @@ def test_a_script_s_command_line():
     ("words", "told"),
     [
         (["--lora-modules", "a=b", "c=d"], "lora_modules"),
-        (["--hf-overrides", '{"max_position_embeddings": 9}'], "edit the config.json of a local copy"),
         (
             ["--no-enable-chunked-prefill"],
             "enable_chunked_prefill=False is not supported: prompts are always",
@@ -235,7 +238,7 @@ def test_every_command_takes_them():
     for command in ("generate", "chat", "eval", "plan", "run-batch"):
         parser = build_parser(command)
         assert isinstance(parser, argparse.ArgumentParser)
-    assert main(["plan", "no/such", "--hf-overrides", '{"a": 1}']) == 2
+    assert main(["plan", "no/such", "--max-lora-rank", "8"]) == 2
 
 
 # The fields of vLLM's SamplingParams, 0.6 to 0.14.
@@ -278,7 +281,7 @@ def test_sampling_settings_that_ask_for_nothing():
         (dict(temprature=1), "SamplingParams has no field temprature: did you mean temperature?"),
         (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens=0 is not valid"),
         (dict(guided_decoding={"json": {}, "regex": "a"}), "structured_outputs has json and regex"),
-        (dict(guided_decoding={"regex": "a"}, structured_outputs={"regex": "b"}), "two names of one setting"),
+        (dict(guided_decoding={"regex": "a"}, structured_outputs={"regex": "b"}), "say two things"),
     ],
 )
 def test_sampling_settings_that_are_refused(fields, told):

@@ -12,7 +12,7 @@ from octavo.errors import ModelError
 from octavo.models import hub, pull
 from octavo.models.gguf_part import GGUFPart
 from octavo.models.hub_files import gguf_in, is_complete, wanted_files
-from octavo.models.locate import ModelSource, find_model
+from octavo.models.locate import ModelSource, find_model, overridden
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -28,8 +28,14 @@ def described_model(config: EngineConfig) -> Iterator[ModelSource]:
     that is not in its cache no weights are fetched. It is there inside the block.
 
     Raises:
-        ModelError: as `octavo.models.locate.find_model`.
+        ModelError, ConfigError: as `octavo.models.locate.configured_model`.
     """
+    with _described(config) as source:
+        yield overridden(source, config)
+
+
+@contextlib.contextmanager
+def _described(config: EngineConfig) -> Iterator[ModelSource]:
     name = config.model
     parsed = None
     if name and name != pull.DEFAULT_MODEL and not Path(name).expanduser().exists():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig
@@ -44,7 +44,7 @@ def load_model_config(source: ModelSource, model_impl: str = "auto") -> ModelCon
         check_layers(file.metadata, str(file.path))
         return model_config_from_gguf(file)
     generation, where = source.path / "generation_config.json", source.config_name
-    raw = read_json(source.path / "config.json")
+    raw = _merged(read_json(source.path / "config.json"), source.overrides or {})
     check_layers(raw, where)
     causal = with_head(raw)
     given = read_json(generation) if generation.exists() else {}
@@ -52,6 +52,16 @@ def load_model_config(source: ModelSource, model_impl: str = "auto") -> ModelCon
         found = model_config_from_dict(causal, given, where)
         return found if causal is raw else replace(found, extra=raw)
     return model_config_from_raw(raw, given, where)
+
+
+def _merged(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with some of its values others; of one that is an object itself, some of those within."""
+    merged = dict(raw)
+    for name, value in overrides.items():
+        inner = raw.get(name)
+        both = isinstance(inner, dict) and isinstance(value, dict)
+        merged[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def load_generation_config(source: ModelSource) -> dict[str, float | int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.models import hub, pull
 from octavo.models.held import HeldModel, held_model
 from octavo.models.hub_files import choose_gguf, gguf_in
@@ -29,12 +30,14 @@ class ModelSource:
         name: what the user called it, or the default model's name.
         revision: the commit of a model from the hub, else None.
         held: the model in memory whose weights are taken, instead of files of the folder; None: none is.
+        overrides: what its config.json says otherwise than its file (`hf_overrides`).
     """
 
     kind: Literal["folder", "gguf"]
     path: Path
     name: str
     revision: str | None = None
+    overrides: Mapping[str, Any] | None = None
     held: HeldModel | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -48,14 +51,33 @@ def configured_model(config: EngineConfig) -> ModelSource:
 
     Raises:
         ModelError: as `find_model`.
+        ConfigError: `hf_overrides` for a model without a config.json.
     """
-    return find_model(
+    found = find_model(
         config.model,
         revision=config.revision,
         download_dir=config.download_dir,
         token=config.hf_token,
         load_format=config.load_format,
     )
+    return overridden(found, config)
+
+
+def overridden(source: ModelSource, config: EngineConfig) -> ModelSource:
+    """A model with what the settings say otherwise than its config.json.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    given = config.hf_overrides
+    if not given:
+        return source
+    if source.kind != "folder":
+        raise ConfigError(
+            f"hf_overrides is for a config.json, and {source.name} is a GGUF file: leave it out"
+        )
+    assert isinstance(given, dict)
+    return replace(source, overrides=given)
 
 
 def configured_tokenizer(config: EngineConfig, source: ModelSource) -> Path:

@@ -123,6 +123,7 @@ def draft_settings(config: EngineConfig, speculative: SpeculativeConfig) -> Engi
         model=speculative.model,
         revision=speculative.revision,
         tokenizer=None,
+        hf_overrides=None,
         quantization=speculative.quantization,
         speculative_config=None,
         speculative_model=None,

@@ -73,7 +73,7 @@ def explained(
 def _place(schema: dict[str, Any], keyword: str, is_it: Callable[[dict[str, Any]], bool]) -> str:
     """Where the first schema with a keyword stands that is the one; else the first with it, if any."""
     first, until = None, time.monotonic() + _TRIAL_SECONDS
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for trials, (path, part) in enumerate(_having(schema, keyword)):
         first = first or path
         if trials >= _MOST_TRIALS or time.monotonic() > until:
