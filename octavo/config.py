@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import math
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -19,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.errors import ConfigError
+from octavo.setting_values import has_type, json_object, listing, members_of, parse_amount, type_name
 from octavo.vllm_names import ENGINE, LISTS, SHORT, Foreign, translated
 
 if TYPE_CHECKING:
@@ -339,7 +338,7 @@ class EngineConfig:
                 f"batch_invariant has an attention of its own, not {self.attention_backend!r}: leave "
                 "attention_backend out"
             )
-        self.hf_overrides = _json_object("hf_overrides", self.hf_overrides)
+        self.hf_overrides = json_object("hf_overrides", self.hf_overrides)
         self._settle_kv_tiers()
         _ = self.speculative  # refused here if it is wrong
         if self.runs_ranks:
@@ -412,44 +411,6 @@ class EngineConfig:
             )
 
 
-def _json_object(name: str, given: Any) -> dict[str, Any] | None:
-    """A dictionary, or its JSON; None if it is empty.
-
-    Raises:
-        ConfigError: something else.
-    """
-    try:
-        value = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}={given[:100]!r} is not JSON ({error})") from None
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{name}={str(value)[:100]!r} is not valid: give a JSON object")
-    return value or None
-
-
-def parse_amount(text: str, unit: str) -> int | str:
-    """`8k` → 8000 (`8K` → 8192) tokens, `4GiB` → bytes; `auto` stays. Raises ConfigError."""
-    if text.strip().lower() == "auto":
-        return "auto"
-    number = text.strip()
-    scale = 1.0
-    suffixes = {"k": 1e3, "m": 1e6, "g": 1e9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    if unit == "bytes":
-        suffixes |= {p + "iB": float(2 ** (10 * (i + 1))) for i, p in enumerate("KMGT")}
-        suffixes |= {p + "B": 1000.0 ** (i + 1) for i, p in enumerate("KMGT")}
-    for suffix in sorted(suffixes, key=len, reverse=True):
-        if number.endswith(suffix):
-            number, scale = number[: -len(suffix)], suffixes[suffix]
-            break
-    try:
-        value = float(number) * scale
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value != int(value):
-        raise ConfigError(f"{text!r} is not an amount of {unit}: write for example 4096, 8k or 4GiB")
-    return int(value)
-
-
 def validate(config: Any) -> None:
     """Check every field of a settings dataclass against its declaration (types, bounds, choices).
 
@@ -465,16 +426,16 @@ def validate(config: Any) -> None:
         if isinstance(value, str) and value in meta["aliases"]:
             value = meta["aliases"][value]
             setattr(config, spec.name, value)
-        if not _has_type(value, hints[spec.name]):
-            wanted = " or ".join(_type_name(t) for t in _members(hints[spec.name]))
+        if not has_type(value, hints[spec.name]):
+            wanted = " or ".join(type_name(t) for t in members_of(hints[spec.name]))
             raise ConfigError(f"{spec.name}={value!r} is not valid: give {wanted}")
         if meta["choices"] and value not in meta["choices"]:
             near = difflib.get_close_matches(str(value), [str(c) for c in meta["choices"]], 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ConfigError(f"{spec.name}={value!r} is not known: choose {_listing(meta['choices'])}{hint}")
+            raise ConfigError(f"{spec.name}={value!r} is not known: choose {listing(meta['choices'])}{hint}")
         if meta["only"] is not None and value not in meta["only"]:
             # None and False are "without it": naming them as what runs says nothing.
-            kept = f"this version runs {_listing(meta['only'])}" if meta["only"][0] else "leave it out"
+            kept = f"this version runs {listing(meta['only'])}" if meta["only"][0] else "leave it out"
             raise ConfigError(f"{spec.name}={value!r} is not supported by this version: {kept}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low, high = meta["low"], meta["high"]
@@ -501,7 +462,8 @@ def make_config(cls: type, values: dict[str, Any]) -> Any:
 
 def _foreign(cls: type) -> Mapping[str, Foreign]:
     """vLLM's settings that a settings dataclass doesn't have."""
-    return getattr(cls, "foreign", {})
+    own = {spec.name for spec in fields(cls)}
+    return {name: foreign for name, foreign in getattr(cls, "foreign", {}).items() if name not in own}
 
 
 def add_config_arguments(
@@ -514,7 +476,7 @@ def add_config_arguments(
         if spec.name in skip:
             continue
         short = [SHORT[spec.name]] if spec.name in SHORT else []
-        meta, members = spec.metadata, _members(hints[spec.name])
+        meta, members = spec.metadata, members_of(hints[spec.name])
         default = spec.default if spec.default is not MISSING else None
         text = meta["help"].replace("%", "%%")
         text += "" if default in (None, False) else f" Default: {default}."
@@ -562,7 +524,7 @@ def _resolved(aliases: Mapping[str, str], text: str) -> str:
 
 def only_note(only: tuple[Any, ...]) -> str:
     """What is told about a setting whose other values this version refuses."""
-    return "Not in this version." if not only[0] else f"In this version only {_listing(only)}."
+    return "Not in this version." if not only[0] else f"In this version only {listing(only)}."
 
 
 def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> Any:
@@ -585,39 +547,6 @@ def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> An
         if (given := getattr(args, _FOREIGN + name, None)) is not None:
             values[name] = given
     return make_config(cls, values)
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(m for part in typing.get_args(hint) for m in _members(part))
-    return (typing.get_origin(hint) or hint,)
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    members = _members(hint)
-    if isinstance(value, bool):
-        return bool in members
-    if isinstance(value, int) and float in members:
-        return True
-    return isinstance(value, members)
-
-
-def _type_name(kind: Any) -> str:
-    names = {
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        bool: "True or False",
-        dict: "a dictionary",
-        list: "a list",
-        type(None): "None",
-    }
-    return names.get(kind, str(kind))
-
-
-def _listing(values: tuple[Any, ...]) -> str:
-    texts = [str(v) for v in values if v is not None or len(values) == 1]
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
 def _flag(name: str) -> str:

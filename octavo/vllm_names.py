@@ -183,7 +183,7 @@ _GRAMMARS = "llguidance compiles every form of output"
 _LORA = "this version serves no adapters; merge the adapter into the model's weights"
 _TEXT = "this version takes text alone, and refuses requests with other parts"
 _STEPS = "steps are recorded at the sizes that come; enforce_eager records none"
-_EXPERTS = "ranks share each expert, and the experts' kernels are chosen by the hardware"
+_EXPERTS = "experts stay where enable_expert_parallel puts them, and their kernels are chosen by the hardware"
 _DRAFTS = "write it in speculative_config (`octavo serve --help-speculative` lists its fields)"
 _OFFLOAD = "weights stay on the device: use a quantized checkpoint or several GPUs"
 _NODES = "ranks are processes of one machine: leave it out"
@@ -266,7 +266,7 @@ ENGINE = _table(
         1,
     ),
     _same(_NODES, "cp_kv_cache_interleave_size dcp_comm_backend dcp_kv_cache_interleave_size"),
-    _refused(_EXPERTS, "enable_elastic_ep? enable_eplb? enable_expert_parallel?"),
+    _refused(_EXPERTS, "enable_elastic_ep? enable_eplb?"),
     _same(
         _EXPERTS,
         "all2all_backend dbo_decode_token_threshold dbo_prefill_token_threshold enable_dbo? eplb_config "

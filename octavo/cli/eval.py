@@ -161,7 +161,7 @@ def _nats(text: str) -> float:
 
 
 def _tokens(text: str) -> int:
-    from octavo.config import parse_amount
+    from octavo.setting_values import parse_amount
 
     try:
         value = parse_amount(text, "tokens")

@@ -8,9 +8,10 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import EngineConfig, add_config_arguments, config_from_args, parse_amount
+from octavo.config import EngineConfig, add_config_arguments, config_from_args
 from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig
+from octavo.setting_values import parse_amount
 from octavo.speculative_config import WHOLE_MODELS
 
 if TYPE_CHECKING:
