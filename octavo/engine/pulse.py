@@ -17,7 +17,8 @@ class LoopPulse:
     def __init__(self) -> None:
         self._turn = 0
         self._idle = True
-        self._longest: dict[Kind, float] = {}  # seconds
+        self._longest: dict[Kind, float] = {}  # seconds; the first of a kind counts until there is a second
+        self._again: set[Kind] = set()  # kinds that have come more than once
         # Of the last two steps, since one may be launched while the other runs.
         self._kinds: tuple[Kind, Kind] | tuple[Kind] | tuple[()] = ()
         self._chore = False
@@ -41,7 +42,11 @@ class LoopPulse:
 
     def finish(self, kind: Kind, seconds: float) -> None:
         """A step of a kind is through."""
-        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+        if kind in self._again:
+            seconds = max(seconds, self._longest[kind])
+        elif kind in self._longest:
+            self._again.add(kind)
+        self._longest[kind] = seconds
 
     def pulse(self) -> Pulse:
         """Where the loop is now."""

@@ -38,7 +38,7 @@ class Hanging(AsyncLLM):
 
 def run(test, cls: type[AsyncLLM] = AsyncLLM, **options) -> None:
     async def main() -> None:
-        engine = await cls.create(settings(), engine_timeout=TIMEOUT, **options)
+        engine = await cls.create(settings(), **{"engine_timeout": TIMEOUT, **options})
         try:
             await asyncio.wait_for(test(engine), 100)
         finally:
@@ -68,19 +68,19 @@ def test_a_stopped_process_is_noticed_and_blocks_nobody():
         os.kill(engine.engine_pid, signal.SIGSTOP)
         begin = time.monotonic()
         # More than a socket's buffer holds: sending it must not stop the loop.
-        others = [asyncio.create_task(answer(engine, [5] * 200)) for _ in range(1000)]
-        await asyncio.sleep(0.05)
-        assert time.monotonic() - begin < TIMEOUT
+        others = [asyncio.create_task(answer(engine, [300] * 200)) for _ in range(500)]
+        await asyncio.sleep(0)
+        assert engine._client._sender._left and engine._dead is None and engine.num_unfinished == 501
         ends = await asyncio.gather(stream, *others, return_exceptions=True)
         assert {type(end) for end in ends} == {EngineDeadError}, ends[:3]
-        assert TIMEOUT / 2 < time.monotonic() - begin < 60 * TIMEOUT
+        assert 2 < time.monotonic() - begin < 90
         with pytest.raises(EngineDeadError, match="it hung: it has given no sign of life for"):
             await engine.check_health()
 
-    run(test)
+    run(test, engine_timeout=3)
 
 
-@pytest.mark.parametrize("how", ["sleep", "spin"])
+@pytest.mark.parametrize("how", ["sleep", pytest.param("spin", marks=pytest.mark.slow)])
 def test_a_step_that_never_returns_is_ended_and_the_engine_replaced(how, monkeypatch):
     monkeypatch.setattr(Hanging, "how", how)
 
@@ -161,8 +161,10 @@ def test_the_pulse_of_a_loop():
     loop.go_round()
     loop.launch((1, "a"))
     assert loop.pulse() == Pulse(1, idle=False, first=True)
-    loop.finish((1, "a"), 0.5)
-    loop.finish((1, "a"), 0.25)
+    loop.finish((1, "a"), 9.5)
+    assert loop.pulse() == Pulse(1, idle=False, longest=9.5)  # until another tells what is usual
+    for seconds in (0.25, 0.5, 0.25):
+        loop.finish((1, "a"), seconds)
     assert loop.pulse() == Pulse(1, idle=False, longest=0.5)
     loop.launch((1, "a"))
     loop.launch((2, "a"))  # beside the one before
