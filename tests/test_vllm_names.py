@@ -130,7 +130,8 @@ def test_what_asks_for_nothing_is_taken_silently(caplog):
     nothing = dict(
         quantization=None, hf_overrides={}, rope_scaling=None, enable_expert_parallel=False, task="auto",
         convert="none", config_format="hf", enable_chunked_prefill=True, nnodes=1, node_rank=0,
-        trust_remote_code=False, max_loras=None, enable_elastic_ep=False, kv_transfer_config=None, logprobs_mode="raw_logprobs",
+        trust_remote_code=False, max_loras=None, enable_elastic_ep=False, kv_transfer_config=None,
+        logprobs_mode="raw_logprobs",
     )  # fmt: skip
     with caplog.at_level(logging.WARNING):
         assert make_config(EngineConfig, nothing) == EngineConfig()
