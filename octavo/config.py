@@ -451,7 +451,7 @@ def make_config(cls: type, values: dict[str, Any]) -> Any:
         ConfigError: an unknown setting or a bad value.
     """
     known = {spec.name for spec in fields(cls)}
-    values = translated(_foreign(cls), values)
+    values = translated(foreign_settings(cls), values)
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -460,7 +460,7 @@ def make_config(cls: type, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
-def _foreign(cls: type) -> Mapping[str, Foreign]:
+def foreign_settings(cls: type) -> Mapping[str, Foreign]:
     """vLLM's settings that a settings dataclass doesn't have."""
     own = {spec.name for spec in fields(cls)}
     return {name: foreign for name, foreign in getattr(cls, "foreign", {}).items() if name not in own}
@@ -502,7 +502,7 @@ def add_config_arguments(
         else:
             metavar = None if meta["choices"] else _metavar(members, meta["unit"])
             group.add_argument(_flag(spec.name), *short, dest=spec.name, metavar=metavar, **options)
-    for name, foreign in _foreign(cls).items():
+    for name, foreign in foreign_settings(cls).items():
         if foreign.option:
             _add_foreign(group, name, foreign)
 
@@ -543,7 +543,7 @@ def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> An
             given = given if given is not None else other
         if given is not None:
             values[spec.name] = given
-    for name in _foreign(cls):
+    for name in foreign_settings(cls):
         if (given := getattr(args, _FOREIGN + name, None)) is not None:
             values[name] = given
     return make_config(cls, values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import msgspec
 
 from octavo.cli.sampling_args import field_docs
-from octavo.config import EngineConfig, only_note
+from octavo.config import EngineConfig, foreign_settings, only_note
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
-from octavo.vllm_names import ENGINE, FORMS, SAMPLING, SERVER, SHORT, Foreign
+from octavo.vllm_names import FORMS, SAMPLING, SHORT, Foreign
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- fields: begin (tools/write_docs.py) -->\n", "<!-- fields: end -->\n"
@@ -114,7 +115,7 @@ default).
 """
 
 
-def _reasons(table: dict[str, Foreign], passes: bool) -> str:
+def _reasons(table: Mapping[str, Foreign], passes: bool) -> str:
     """Settings by what is said of them: those that are taken, or those that are refused."""
     by_note: dict[str, list[str]] = {}
     for name, foreign in table.items():
@@ -130,8 +131,8 @@ def vllm_page() -> str:
     short = ", ".join(f"`{SHORT[name]}` {name}" for name in sorted(SHORT))
     page = VLLM.format(short=short)
     parts = {
-        "Engine": ENGINE,
-        "`octavo serve`": SERVER,
+        "Engine": foreign_settings(EngineConfig),
+        "`octavo serve`": foreign_settings(ServerConfig),
         "`SamplingParams`": SAMPLING,
         "`StructuredOutputsParams`": FORMS,
     }
