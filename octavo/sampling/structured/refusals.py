@@ -64,7 +64,7 @@ def explained(
         return (
             f"$ref to {_short(found[1])}, which leads back to itself, has keys beside it: move them into it"
         )
-    if "lookaround" in message or "look-around" in message:
+    if schema and ("lookaround" in message or "look-around" in message):
         place = _place(schema, "pattern", lambda part: "(?" in str(part.get("pattern")))
         return f"pattern{place} looks around ((?=, (?!, (?<): write an expression that reads on"
     return None
