@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from octavo.errors import ModelError
+from octavo.kernels.reference_quant import QuantizedMatrix
 from octavo.models.ahead import Job, run_ahead
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_families import FAMILIES, TOP_NAMES, GGUFFamily
@@ -19,6 +20,7 @@ from octavo.models.mapped_file import MappedFile
 from octavo.models.targets import Targets, check_tensors
 from octavo.quantization.gguf_blocks import quantized_matrix
 from octavo.quantization.quantized_tensor import QuantizedTensor
+from octavo.quantization.shard import Region
 
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 _QK_NAME = re.compile(r"self_attn\.([qk])_proj\.")
@@ -70,7 +72,8 @@ def gguf_weights(
     """Total elements, and the weights one by one in `dtype` on `device`.
 
     A matrix in one of the encodings that its target takes comes as a `QuantizedTensor` instead, or in its own
-    type where that is one of floats.
+    type where that is one of floats. Rows that no region of a target takes are neither read nor decoded: they
+    hold anything.
 
     Raises:
         ModelError: missing, misshapen or unknown tensors, or an encoding that cannot be decoded.
@@ -85,37 +88,71 @@ def gguf_weights(
 
     def job(name: str) -> Job:
         tensor = by_name[name]
+        match = _QK_NAME.search(name)
+        num_heads = heads[match[1]] if match and heads else 0
+        rows = _rows_of(targets[name].regions, tensor.shape, tensor.shape[0] // num_heads if num_heads else 1)
+        shape = (len(rows), *tensor.shape[1:])
 
         def make() -> torch.Tensor:
-            with files[tensor.path].reading(tensor.offset, tensor.nbytes) as raw:
-                return decode(raw)
+            per_row = tensor.nbytes // tensor.shape[0]
+            begin = tensor.offset + rows.start * per_row
+            with files[tensor.path].reading(begin, len(rows) * per_row) as raw:
+                return _placed(decode(raw), rows, tensor.shape)
 
         def decode(raw: torch.Tensor) -> torch.Tensor:
-            match = _QK_NAME.search(name)
-            if match and heads:
-                raw = _unpermute(raw, tensor.shape[0], heads[match[1]])
-            if tensor.type_name in targets[name].encodings and len(tensor.shape) == 2:
+            if num_heads:
+                raw = _unpermute(raw, shape[0], num_heads * shape[0] // tensor.shape[0])
+            if tensor.type_name in targets[name].encodings and len(shape) == 2:
                 if tensor.type_name in PLAIN:
-                    return dequantize(raw, tensor.type_name, tensor.shape, PLAIN[tensor.type_name], device)
-                kept = quantized_matrix(tensor.type_name, raw, *tensor.shape)
+                    return dequantize(raw, tensor.type_name, shape, PLAIN[tensor.type_name], device)
+                kept = quantized_matrix(tensor.type_name, raw, *shape)
                 if kept is not None:
                     return QuantizedTensor.of(kept)
             offset = family.norm_offset if name.endswith("norm.weight") else 0.0
             try:
                 if offset:
-                    wide = dequantize(raw, tensor.type_name, tensor.shape, torch.float32, device)
+                    wide = dequantize(raw, tensor.type_name, shape, torch.float32, device)
                     return (wide - offset).to(dtype)
-                return dequantize(raw, tensor.type_name, tensor.shape, dtype, device)
+                return dequantize(raw, tensor.type_name, shape, dtype, device)
             except NotImplementedError:
                 raise ModelError(
                     f"{file.path}: tensor {tensor.name!r} is stored as {tensor.type_name}, which cannot be "
                     "decoded: quantize the model to another type"
                 ) from None
 
-        return Job(name, math.prod(tensor.shape), make)
+        return Job(name, math.prod(shape), make)
 
     jobs = [job(name) for name in sorted(names, key=lambda n: by_name[n].offset)]
     return sum(j.numel for j in jobs), run_ahead(jobs, device)
+
+
+def _rows_of(regions: Sequence[Region] | None, shape: tuple[int, ...], multiple: int) -> range:
+    """The rows (entries of the first dimension) that are read for regions, without gaps; all rows where
+    borders are no multiples."""
+    whole = range(shape[0])
+    if not regions or not shape[0] or any(region.shape != shape for region in regions):
+        return whole
+    first = min(region.first[0] for region in regions)
+    last = max(region.first[0] + region.size[0] for region in regions)
+    return whole if first % multiple or last % multiple else range(first, last)
+
+
+def _placed(part: torch.Tensor, rows: range, shape: tuple[int, ...]) -> torch.Tensor:
+    """Some rows of a tensor of that shape, at their places in one whose other rows hold anything (on a CPU,
+    whatever memory nobody touched, which is none)."""
+    if len(rows) == shape[0]:
+        return part
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((shape[0], *values.shape[1:]), dtype=values.dtype, device=values.device)
+        out[rows.start : rows.stop] = values
+        return out
+
+    if isinstance(part, QuantizedTensor):
+        m = part.matrix
+        minimum = None if m.minimum is None else place(m.minimum)
+        return QuantizedTensor.of(QuantizedMatrix(m.format, place(m.q), place(m.scale), minimum))
+    return place(part)
 
 
 def _unpermute(raw: torch.Tensor, rows: int, heads: int) -> torch.Tensor:

@@ -138,7 +138,8 @@ class CheckpointExperts(ExpertsMethod):
         shard: ExpertShard,
     ) -> Region | None:
         stored = self.layouts[matrix].tensors(out_features, in_features)[name]
-        return stored.region(out_features, in_features, _shard_of(matrix, out_features, in_features, shard))
+        piece = _shard_of(matrix, out_features, in_features, shard)
+        return stored.region(f"{self.names[matrix]}.{name}", out_features, in_features, piece)
 
     def load_shard(
         self,

@@ -161,7 +161,7 @@ class CheckpointMethod(LinearMethod):
         }
 
         def region(key: str, shard: Shard) -> Region | None:
-            return tensors[key].region(out_features, in_features, shard)
+            return tensors[key].region(f"{name}.{key}", out_features, in_features, shard)
 
         return MatrixPart(shapes, load, region)
 

@@ -39,6 +39,10 @@ class Axis(NamedTuple):
         """Entries of a matrix of that size."""
         return -(-(rows if self.of == "rows" else columns) // self.per)
 
+    def parts(self, first: int, size: int) -> bool:
+        """Whether so many rows or columns from `first` on have a border within an entry."""
+        return bool(first % self.per or ((first + size) % self.per and not self.ragged))
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -71,8 +75,12 @@ class StoredTensor:
         """Its shape, where all axes are plain numbers."""
         return self.shape(0, 0)
 
-    def region(self, rows: int, columns: int, shard: Shard) -> Region | None:
-        """What `cut` takes for a shard of a matrix of that size; None: all."""
+    def region(self, name: str, rows: int, columns: int, shard: Shard) -> Region | None:
+        """What `cut` takes for a shard of a matrix of that size; None: all.
+
+        Raises:
+            ConfigError: as `cut`, before anything is read.
+        """
         if self.any_size:
             return None
         boxes = []
@@ -81,6 +89,8 @@ class StoredTensor:
                 boxes.append((axis, 0, axis))
                 continue
             first, size = (shard.row, shard.rows) if axis.of == "rows" else (shard.col, shard.cols)
+            if size and axis.parts(first, size):
+                self._parted(name, axis, first, size)
             before = first // axis.per
             boxes.append((axis.size(rows, columns), before, -(-(first + size) // axis.per) - before))
         shape, first_of, size_of = zip(*boxes, strict=True) if boxes else ((), (), ())
@@ -118,7 +128,7 @@ class StoredTensor:
             per, last = axis.per, first + size
             entries = -(-last // per) - first // per if size else 0
             piece = tensor.narrow(dim, first // per if size else 0, entries)
-            if size and (first % per or (last % per and not axis.ragged)):
+            if size and axis.parts(first, size):
                 fine = self._parted(name, axis, first, size)
                 before = (first - first // per * per) // fine
                 piece = piece.repeat_interleave(per // fine, dim).narrow(dim, before, size // fine)

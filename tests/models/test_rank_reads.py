@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from octavo.models import read_ahead, weights
+from octavo.models.gguf_config import model_config_from_gguf
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_weights import gguf_weights
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
@@ -18,6 +22,7 @@ from octavo.models.mapped_file import MappedFile
 from octavo.models.quantized import checkpoint_quantization
 from octavo.models.safetensors_file import list_files, read_header
 from octavo.parallel.state import TensorParallelGroup, use_group
+from octavo.quantization.scheme import setting
 from tests import tiny
 from tests.quantization.checkpoints import FOLDER
 
@@ -116,6 +121,52 @@ def test_quantized_tensors_are_cut_too(name: str, monkeypatch: pytest.MonkeyPatc
     for key, count in both.items():
         if key.endswith((".weight", ".qweight", ".weight_packed")):
             assert (count > 0) == ("norm" in key or "gate.weight" in key), key
+
+
+@pytest.mark.parametrize("qtype", ["F32", "F16", "Q8_0"])
+@pytest.mark.parametrize("quantization", [None, "gguf"])
+@pytest.mark.parametrize("variant", ["llama", "phi3", "mixtral"])
+def test_rows_of_a_gguf_file(
+    variant: str,
+    quantization: str | None,
+    qtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank decodes its own rows, heads (whose rows are permuted in the file) and experts, what lies between
+    the parts of a fused matrix, and of matrices split by columns all: to the bit as of whole tensors."""
+    model = tiny.build(variant, intermediate_size=128)
+    file = GGUFFile(tiny.gguf_file(variant, tmp_path / "m.gguf", qtype, model=model))
+    config, asked = model_config_from_gguf(file), [0]
+    plain = MappedFile.populate
+
+    def populate(self: MappedFile, offset: int, nbytes: int) -> None:
+        asked[0] += nbytes
+        plain(self, offset, nbytes)
+
+    monkeypatch.setattr(MappedFile, "populate", populate)
+
+    def read(rank: int, everything: bool) -> tuple[dict[str, torch.Tensor], int]:
+        with use_group(TensorParallelGroup(rank, 2)):
+            built = build_model(
+                config, dtype=torch.float32, device="cpu", max_model_len=64, block_size=8,
+                quantization=None if quantization is None else setting(quantization), expert_parallel=True,
+            )  # fmt: skip
+        targets = load_targets(built)
+        if everything:
+            targets = {name: replace(target, regions=None) for name, target in targets.items()}
+        asked[0] = 0
+        load_weights(built, gguf_weights(file, config, targets, torch.float32, torch.device("cpu"))[1])
+        return {name: t for name, t in (*built.named_parameters(), *built.named_buffers())}, asked[0]
+
+    total = sum(tensor.nbytes for tensor in file.tensors.values())
+    for rank in range(2):
+        (ours, few), (whole, all_bytes) = read(rank, False), read(rank, True)
+        assert ours.keys() == whole.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor.view(torch.uint8), whole[name].view(torch.uint8)), name
+        assert all_bytes == total
+        assert few < {"llama": 0.75, "phi3": 0.8, "mixtral": 0.6}[variant] * total
 
 
 def test_short_runs_are_joined_with_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_ranks_together_equal_one(name: str, hardware: str, monkeypatch: pytest.
         (
             "w4a16",
             4,
-            r"weight_scale: columns 0 to 48 of the matrix are one rank's, and 32 share",
+            r"weight_scale: columns 144 to 192 of the matrix are one rank's, and 32 share",
         ),
         ("awq", 4, r"down_proj\.qzeros: columns .* and 32 share an entry: use .* a multiple of 32 columns"),
         (
@@ -211,12 +211,21 @@ def test_ranks_together_equal_one(name: str, hardware: str, monkeypatch: pytest.
             4,
             r"weight\.absmax: .* and 64 share an entry: use .* a multiple of 32 columns",
         ),
-        ("w4a16", 64, r"down_proj\.weight_packed: columns 0 to 3 .* 8 share .* a multiple of 8 columns"),
+        ("w4a16", 64, r"down_proj\.weight_packed: columns 189 to 192 .* 8 share .* a multiple of 8 columns"),
     ],
 )
 def test_columns_of_a_small_group_cannot_be_split(name: str, size: int, message: str) -> None:
+    """Before anything is read."""
+    source = find_model(str(FOLDER / name))
+    quantization = checkpoint_quantization(source, load_model_config(source), "auto")
+    group, make = TensorParallelGroup(size - 1, size), partial(linear_method, quantization)
+    layer = RowParallelLinear(192, 64)
+    layer.create_weights(
+        BuildContext(torch.float32, torch.device("cpu"), 64, "torch", 8, "float32", group, make),
+        "model.layers.0.mlp.down_proj",
+    )
     with pytest.raises(ConfigError, match=message):
-        fill(name, {"mlp.down_proj": RowParallelLinear(192, 64)}, TensorParallelGroup(0, size))
+        layer.load_targets("model.layers.0.mlp.down_proj")
 
 
 def test_scales_of_the_kv_cache_are_the_checkpoint_s() -> None:

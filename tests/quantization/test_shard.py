@@ -65,8 +65,8 @@ def test_a_stored_tensor_s_region_is_what_is_cut() -> None:
     for stored, tensor in (
         (packed, torch.arange(24 * 40).view(24, 40)), (scales, torch.arange(3 * 40).view(3, 40))
     ):  # fmt: skip
-        region = stored.region(40, 192, shard)
+        region = stored.region("m", 40, 192, shard)
         assert region is not None and region.shape == tuple(tensor.shape)
         box = tensor[tuple(slice(a, a + n) for a, n in zip(region.first, region.size, strict=True))]
         assert set(stored.cut("m", tensor, shard).flatten().tolist()) == set(box.flatten().tolist())
-    assert StoredTensor((0,), any_size=True).region(40, 192, shard) is None
+    assert StoredTensor((0,), any_size=True).region("m", 40, 192, shard) is None
