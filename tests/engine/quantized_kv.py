@@ -56,7 +56,8 @@ def check_same_tokens(variant: str, device: str, kind: str, **settings) -> None:
         )
         assert llm.stats().prefix_cache_hits > 0
     assert again == first
-    page = 3 * 2 * 2 * 8 * (16 + 2 * (kind == "int8"))  # layers, parts, heads, tokens, a head's bytes
+    # Layers, parts, a rank's heads, tokens, a head's bytes.
+    page = 3 * 2 * (2 // settings.get("tensor_parallel_size", 1)) * 8 * (16 + 2 * (kind == "int8"))
     few = sum(-(-len(prompt) // 8) for prompt in tiny.PROMPTS) + 4  # of 9 that answers need
     settings = {"kv_cache_memory_bytes": few * page, "look_ahead_admission": False} | settings
     with make(variant, device, kind, **settings) as llm:
