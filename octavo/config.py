@@ -257,7 +257,18 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "Ranks that share each layer, each a process with a device of its own.", low=1, high=1024
     )
-    pipeline_parallel_size: int = setting(1, "Ranks that share the layers in turn.", only=(1,))
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages that have the layers in turn, each of tensor_parallel_size ranks; as many steps are under "
+        "way at once.",
+        low=1,
+        high=1024,
+    )
+    pp_layer_partition: str | None = setting(
+        None,
+        "Layers of each pipeline stage, such as 17,15; by default as many as make the stages' weights about "
+        "equal, the output head among the last one's.",
+    )
     data_parallel_size: int = setting(1, "Replicas of the engine.", only=(1,))
     enable_expert_parallel: bool = setting(
         False,
@@ -341,6 +352,11 @@ class EngineConfig:
         self.hf_overrides = json_object("hf_overrides", self.hf_overrides)
         self._settle_kv_tiers()
         _ = self.speculative  # refused here if it is wrong
+        if self.pp_layer_partition is not None and self.pipeline_parallel_size == 1:
+            raise ConfigError(
+                f"pp_layer_partition={self.pp_layer_partition!r} divides layers among pipeline stages: give "
+                "pipeline_parallel_size, or leave it out"
+            )
         if self.runs_ranks:
             from octavo.parallel.refusals import check_ranks
 

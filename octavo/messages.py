@@ -142,6 +142,10 @@ class CoreStats(msgspec.Struct):
     Attributes of memory:
         prefix_cache_evictions: device blocks that lost their key because they were reused.
         graph_bytes: device memory that recorded steps hold.
+        pipeline_bubble: of the last steps, the share of the pipeline stages' time in which they waited, 0
+            to 1.
+        pipeline_stage_seconds, pipeline_total_seconds: that the stages computed, and that they could have
+            while steps were under way, each all stages together.
         block_lifetime, block_idle, block_reuse_gap: of sampled blocks, from allocation to eviction, from
             the last use to eviction, and between uses, by `octavo.kv.residency.BOUNDS`.
     """
@@ -176,6 +180,9 @@ class CoreStats(msgspec.Struct):
     resumed_by_compute: int = 0
     prefix_cache_evictions: int = 0
     graph_bytes: int = 0
+    pipeline_bubble: float = 0.0
+    pipeline_stage_seconds: float = 0.0
+    pipeline_total_seconds: float = 0.0
     spec_drafts: int = 0
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
@@ -395,6 +402,8 @@ class StepPlan:
             them, and they stand behind the known tokens in their token table.
         propose: what the workers draft once the step's tokens are known there; None: nothing.
         in_doubt: int32 `[n]`, by how much `start` may be too high: drafts that steps in flight judge.
+        tokens_through: the last step whose tokens this one's rows read (-1: of none that is in flight): with
+            pipeline stages, those that have not sampled them take them in before.
     """
 
     step_id: int
@@ -412,6 +421,7 @@ class StepPlan:
     draft_tokens: np.ndarray | None = None
     propose: DraftOrder | None = None
     in_doubt: np.ndarray | None = None
+    tokens_through: int = -1
 
     @property
     def total_rows(self) -> int:
@@ -449,6 +459,8 @@ class StepResult:
             were asked for. None: as many as were ordered, for an order without a threshold.
         products: float32 `[n, k]`, of each draft's probability and those before it, with `drafted`.
         draft_seconds: that the workers took to draft after the step (0: they did not, or it isn't known).
+        stage_seconds: that the pipeline's stages took to compute the step, waiting apart, all of them
+            together; a worker tells its own (0: there is one stage, or it isn't known).
         copies_failed: numbers of those whose host blocks could not be read or written; they touch no block
             any more. Every number is named once in either list, also if its step failed (then by a later
             step's result): until then its blocks stay held.
@@ -464,6 +476,7 @@ class StepResult:
     draft_seconds: float = 0.0
     drafted: np.ndarray | None = None
     products: np.ndarray | None = None
+    stage_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

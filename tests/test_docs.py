@@ -111,9 +111,13 @@ def test_monitoring_page_names_every_metric():
     from octavo.server.metrics import Metrics
 
     page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    # Speculation's are there only where there is one.
+    # Speculation's and a pipeline's are there only where there is one.
     metrics = (
-        Metrics(lambda: CoreStats(spec_drafts=1), "m", 128, synthetic_acceptance=[0.5]).render().decode()
+        Metrics(
+            lambda: CoreStats(spec_drafts=1, pipeline_total_seconds=1.0), "m", 128, synthetic_acceptance=[0.5]
+        )
+        .render()
+        .decode()
     )
     names = set(re.findall(r"^# TYPE (octavo:\S+)", metrics, re.M))
     told = set(re.findall(r"`(octavo:\w+)(?:\{\w+=[^`]*\})?`", page))

@@ -11,7 +11,8 @@ import numpy as np
 from octavo.bench.report import table
 from octavo.bench.statistics import describe
 from octavo.bench.workloads import random_requests
-from octavo.engine.scheduler import Scheduler, SchedulerLimits
+from octavo.engine.limits import SchedulerLimits
+from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.keys import BlockHasher

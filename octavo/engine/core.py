@@ -13,8 +13,10 @@ from octavo.engine.describe import describe_requests
 from octavo.engine.executor import Executor, PendingStep, make_executor
 from octavo.engine.grammar_compiler import GrammarCompiler
 from octavo.engine.grammar_masks import begin_masks, collect_masks
+from octavo.engine.limits import SchedulerLimits
+from octavo.engine.pipeline_clock import PipelineClock
 from octavo.engine.pulse import LoopPulse, step_kind
-from octavo.engine.scheduler import Scheduler, SchedulerLimits
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_maker import ScheduledStep
 from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kv.draft_blocks import DraftBlocks
@@ -61,7 +63,10 @@ class EngineCore:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} tokens ({error}): lower these, or "
                 "max_model_len"
             ) from None
-        self._depth = 1 if self._overlaps else 0
+        # Steps that are under way while the next one is scheduled: with pipeline stages, one in each.
+        self._depth = config.pipeline_parallel_size - 1 + self._overlaps
+        stages = config.pipeline_parallel_size
+        self._clock = PipelineClock(stages) if stages > 1 else None
         # With the time at which each was launched, seconds (`time.perf_counter`).
         self._in_flight: collections.deque[tuple[ScheduledStep, PendingStep, float]] = collections.deque()
         self._last_end = 0.0
@@ -119,6 +124,7 @@ class EngineCore:
                 and not self._overlaps
                 and (speculative.adaptive if confidence is None else confidence > 0),
                 draft_confidence=confidence,
+                pipeline_stages=config.pipeline_parallel_size,
             ),
             self.kv,
             None if speculative is None else make_host_proposer(speculative),
@@ -208,6 +214,8 @@ class EngineCore:
             begin = time.perf_counter()
             self.pulse.launch(step_kind(step.plan))
             try:
+                if self._clock is not None:
+                    self._clock.launched(begin)
                 self._in_flight.append((step, self._execute(step.plan), begin))
             except EngineDeadError:
                 raise
@@ -232,33 +240,37 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
+            if self._clock is not None:
+                self._clock.failed()
             return self._fail(oldest, error)
         end = time.perf_counter()
         self.pulse.finish(step_kind(oldest.plan), end - begin)
+        if self._clock is not None:
+            self._clock.ended(end, result.stage_seconds, more=bool(self._in_flight))
         if self.scheduler.drafting is not None:
             self.scheduler.drafting.timed(oldest.plan, result, end - max(begin, self._last_end))
             self._last_end = end
         return self._update(oldest, result)
 
     def _sample(self, step: ScheduledStep) -> list[CoreOutput]:
-        """Draw a step's tokens under masks; those before them are taken in first, beside its forward pass.
+        """Draw a step's tokens under masks; what they follow is taken in first, beside its forward pass.
 
         Returns:
             News of the earlier steps.
         """
         outputs: list[CoreOutput] = []
-        while len(self._in_flight) > 1:
+        while self._in_flight and self._in_flight[0][0].plan.step_id <= step.plan.tokens_through:
             outputs += self._take_in_oldest()
         if not self._in_flight:  # a step before it failed, and this one with it
             return outputs
         masked = step.plan.masked
         assert masked is not None
         try:
-            self._in_flight[0][1].sample(collect_masks(masked, step.grammars))
+            self._in_flight[-1][1].sample(collect_masks(masked, step.grammars))
         except EngineDeadError:
             raise
         except Exception as error:
-            self._in_flight.clear()
+            self._in_flight.pop()
             outputs += self._fail(step, error)
         return outputs
 
@@ -284,6 +296,10 @@ class EngineCore:
         stats.num_waiting += self.grammars.num_waiting
         stats.prefix_cache_evictions = pool.evictions
         stats.graph_bytes = self.executor.graph_bytes
+        if self._clock is not None:
+            stats.pipeline_bubble = self._clock.bubble
+            stats.pipeline_stage_seconds = self._clock.stage_seconds
+            stats.pipeline_total_seconds = self._clock.total_seconds
         times = pool.residency
         stats.block_lifetime, stats.block_idle = times.lifetime, times.idle
         stats.block_reuse_gap = times.reuse_gap

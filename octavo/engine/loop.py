@@ -64,15 +64,24 @@ class _RateLog:
         queries = stats.prefix_cache_queries - before.prefix_cache_queries
         hits = stats.prefix_cache_hits - before.prefix_cache_hits
         logger.info(
-            "prompt %.1f, output %.1f tokens/s; running %d, waiting %d; KV cache %.1f%%, prefix hits %.1f%%",
+            "prompt %.1f, output %.1f tokens/s; running %d, waiting %d; KV cache %.1f%%, "
+            "prefix hits %.1f%%%s",
             (stats.prompt_tokens - before.prompt_tokens) / seconds,
             (stats.generation_tokens - before.generation_tokens) / seconds,
             stats.num_running,
             stats.num_waiting,
             100 * stats.kv_cache_usage,
             100 * hits / queries if queries else 0.0,
+            _bubble(stats, before),
         )
         self._since, self._before = now, stats
+
+
+def _bubble(stats: CoreStats, before: CoreStats) -> str:
+    """For the log: the share of pipeline stages' time in which they waited; nothing where there are none."""
+    total = stats.pipeline_total_seconds - before.pipeline_total_seconds
+    computed = stats.pipeline_stage_seconds - before.pipeline_stage_seconds
+    return f"; pipeline bubble {100 * max(0.0, 1 - computed / total):.1f}%" if total else ""
 
 
 def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], None]) -> None:

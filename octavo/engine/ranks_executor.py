@@ -29,7 +29,7 @@ from octavo.parallel.wire import (
 class _Answers:
     """What the ranks said of one step."""
 
-    done: list[StepDone] = field(default_factory=list)
+    done: list[tuple[int, StepDone]] = field(default_factory=list)
     failed: list[tuple[int, StepFailed]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -39,8 +39,8 @@ class _Answers:
 class RanksExecutor(Executor):
     """Several workers, each in a process of its own; the engine's holds no tensor.
 
-    A step that all ranks fail alike is a failed step. One that some of them fail ends the engine: the others'
-    tables and caches are at another point, or wait for what never comes.
+    A step that all ranks of a stage fail alike is a failed step. One that some of them fail ends the engine:
+    the others' tables and caches are at another point, or wait for what never comes.
 
     Raises (on construction):
         OctavoError: what a rank could not do.
@@ -48,6 +48,7 @@ class RanksExecutor(Executor):
 
     def __init__(self, config: EngineConfig):
         self._processes = RankProcesses(config)
+        self._tensor = config.tensor_parallel_size
         self._next = 0  # number of the next step
         self._answers: dict[int, _Answers] = {}
         self._copies: collections.Counter[int] = collections.Counter()  # ranks that are through with each
@@ -86,17 +87,20 @@ class RanksExecutor(Executor):
             self._take(*self._receive())
         for earlier in [n for n in self._answers if n < number]:
             passed = self._answers.pop(earlier)
-            if passed.failed and passed.done:
+            if passed.failed and not self._alike(passed):
                 raise self._failure(earlier, passed)
         del self._answers[number]
         if answers.failed:
             raise self._failure(number, answers)
-        digests = {done.digest for done in answers.done}
-        results = [done.result for done in answers.done if done.result is not None]
-        if len(digests) > 1 or len(results) != 1:
+        stages: dict[int, list[StepDone]] = collections.defaultdict(list)
+        for rank, done in answers.done:
+            stages[rank // self._tensor].append(done)
+        results = [done.result for _, done in answers.done if done.result is not None]
+        if any(len({done.digest for done in alike}) > 1 for alike in stages.values()) or len(results) != 1:
             raise self._dead(f"the ranks drew different tokens in step {number}")
-        self._graph_bytes = max(done.graph_bytes for done in answers.done)
+        self._graph_bytes = max(done.graph_bytes for _, done in answers.done)
         result = results[0]
+        result.stage_seconds = sum(max(done.stage_seconds for done in alike) for alike in stages.values())
         result.copies_done, self._copies_done = self._copies_done, []
         result.copies_failed, self._copies_failed = self._copies_failed, []
         return result
@@ -156,7 +160,7 @@ class RanksExecutor(Executor):
         if isinstance(message, StepFailed):
             answers.failed.append((rank, message))
             return
-        answers.done.append(message)
+        answers.done.append((rank, message))
         self._failed_somewhere.update(message.copies_failed)
         for number in (*message.copies_done, *message.copies_failed):
             self._copies[number] += 1
@@ -172,10 +176,18 @@ class RanksExecutor(Executor):
         for where, said in answers.failed:
             if said.kind == EngineDeadError.__name__:
                 return self._dead(f"rank {where}: {said.message}")
-        if answers.done or len({said.kind for _, said in answers.failed}) > 1:
+        if not self._alike(answers):
             told = f"{failed.kind}: {failed.message}"
             return self._dead(f"step {number} failed on rank {rank} and not alike on the others ({told})")
         return _error(failed.kind, failed.message)
+
+    def _alike(self, answers: _Answers) -> bool:
+        """Whether the ranks of each stage either all failed, of one kind, or none did: a stage that fails
+        still does what the others wait for."""
+        stages: dict[int, list[str]] = collections.defaultdict(list)
+        for rank, said in answers.failed:
+            stages[rank // self._tensor].append(said.kind)
+        return all(len(kinds) == self._tensor and len(set(kinds)) == 1 for kinds in stages.values())
 
     def _dead(self, reason: str) -> EngineDeadError:
         self._processes.end(reason)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +21,9 @@ from octavo.engine.draft_stops import DraftStops
 from octavo.engine.drafting import Drafting, HostDrafting
 from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.head_drafting import HeadDrafting
+from octavo.engine.limits import SchedulerLimits
 from octavo.engine.loading import LoadingRequests
+from octavo.engine.micro_batches import MicroBatches
 from octavo.engine.outlook import Outlook
 from octavo.engine.parallel_drafting import ParallelDrafting
 from octavo.engine.request import Request, extras_of
@@ -54,31 +55,6 @@ from octavo.speculative.proposer import HostProposer
 _WORKER_DRAFTING: dict[str, type[WorkerDrafting]] = {"eagle3": HeadDrafting, "pard": ParallelDrafting}
 # Rows of logits that drafts may bring a step to where fewer requests than that may run.
 _LOGITS_ROWS = 64
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Bounds of one step and of the running set (see the settings of the same names)."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    long_prefill_token_threshold: int = 0
-    use_priority: bool = False
-    find_shared_prefix: bool = True
-    look_ahead: bool = True
-    num_speculative_tokens: int = 0
-    adaptive_drafts: bool = True
-    draft_method: str = "draft_model"  # of what drafts on the workers
-
-    stops_drafts: bool = False  # workers' drafts end for lack of confidence
-    draft_confidence: float | None = None  # below which they do; None: it is learned
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of one request in a step."""
-        return self.long_prefill_token_threshold or self.max_model_len
 
 
 class Scheduler:
@@ -134,6 +110,7 @@ class Scheduler:
         self._maker = StepMaker(
             self._slots, kv, self.drafting, self.stats, limits.vocab_size, limits.find_shared_prefix
         )
+        self._micro = MicroBatches(self._slots, limits.pipeline_stages)
         # New requests leave a little room, so that running ones need not be preempted at once.
         self._watermark = max(1, kv.pool.num_blocks // 100)
 
@@ -215,13 +192,16 @@ class Scheduler:
         need = tokens - self._slots.num_computed[run]
         need[tokens >= self._slots.max_total[run]] = 0  # the last token is being sampled
         need[self._slots.held[run]] = 0
+        # Steps that judge drafts of the host follow one another.
+        alone = self.drafting is not None and self.drafting.awake
+        most_short = self._micro.choose(run, need, self._maker.next_id, divide=not alone)
         others = len(self._waiting) or len(self._loading)
-        if not others and 0 < len(run) <= self.limits.max_num_batched_tokens and (need == 1).all():
-            return self._decode(run)
         budget = self.limits.max_num_batched_tokens
+        if not others and 0 < len(run) <= min(budget, most_short) and (need == 1).all():
+            return self._decode(run)
         short = np.flatnonzero(need == 1)
         long = np.flatnonzero(need > 1)
-        room = budget - 1 if (len(long) or others) and budget > 1 else budget
+        room = min(budget - 1 if (len(long) or others) and budget > 1 else budget, most_short)
         if len(short) > room:  # more than fit: those served longest ago
             short = short[np.argsort(self._slots.last_turn[run[short]], kind="stable")[:room]]
             self._slots.last_turn[run[short]] = self._turns + np.arange(room)

@@ -23,6 +23,7 @@ class Slots:
         num_computed: tokens whose rows are scheduled; while drafts are judged, as if all stood.
         num_drafts: drafts among the rows of the step that was planned last.
         in_doubt: drafts that steps in flight judge; so many fewer tokens may turn out to be computed.
+        sampled_in: the last step that samples for the request in its slot (-1: none has yet).
         num_registered: blocks offered to the prefix cache.
         capacity: tokens that all block tables hold.
         passing: computed tokens that let a window free blocks.
@@ -57,6 +58,7 @@ class Slots:
         self.tokens = np.zeros((num_slots, max_model_len), np.int32)
         self.num_drafts = np.zeros(num_slots, np.int32)
         self.in_doubt = np.zeros(num_slots, np.int32)
+        self.sampled_in = np.full(num_slots, -1, np.int64)
         self.on_enter: list[Callable[[Request], None]] = []
         self.on_leave: list[Callable[[Request], None]] = []
         self.running = np.zeros(0, np.int64)
@@ -112,6 +114,7 @@ class Slots:
         self.orders.insert(place, request.order)
         self.running = np.insert(self.running, place, slot)
         self.num_drafts[slot] = self.in_doubt[slot] = 0
+        self.sampled_in[slot] = -1
         for call in self.on_enter:
             call(request)
         return Admission(

@@ -72,6 +72,8 @@ class StepMaker:
             self._slots.in_doubt[slots] += drafts
         samples = self._slots.num_computed[slots] == self._slots.num_tokens[slots]
         self._slots.num_tokens[slots] += samples
+        through = int(self._slots.sampled_in[slots].max(initial=-1))
+        self._slots.sampled_in[slots[samples]] = self.next_id
         masked = np.flatnonzero(samples & self._slots.masked[slots])
         shared = 0
         if self._find_shared:
@@ -92,6 +94,7 @@ class StepMaker:
             draft_tokens=None if drafting is None or drafts is None else drafting.tokens(slots, drafts),
             propose=None if drafting is None else drafting.plan_next(slots, counts, samples),
             in_doubt=doubt,
+            tokens_through=through,
         )
         grammars = self._expect_tokens(slots[masked])
         self._slots.register(slots, self._slots.num_computed[slots], self.next_id)

@@ -86,12 +86,16 @@ class LMHead(Layer):
         self.hidden_size = hidden_size
         self._has_own = False
         # In a tuple, so that the embedding is not registered (and named) a second time.
-        self._tied_to = (tied_to,)
+        self._tied_to: tuple[VocabEmbedding | None] = (tied_to,)
 
     @property
     def tied_to(self) -> VocabEmbedding | None:
         """The embedding whose matrix this head uses, if any."""
         return self._tied_to[0]
+
+    def tie_to(self, embedding: VocabEmbedding) -> None:
+        """Use another embedding's matrix than the constructor was given, before the weights are made."""
+        self._tied_to = (embedding,)
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group

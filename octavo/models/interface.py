@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class CausalLM(nn.Module, ABC):
         aux_layers: the layers whose inputs it gives.
         aux_states: those of the step that was launched last, `[rows, hidden_size]` each, in their order; a
             step overwrites them.
+        stage_groups: the KV groups of a pipeline stage (`octavo.models.stage`); None: it is a whole model.
     """
 
     config: ModelConfig
@@ -38,7 +39,9 @@ class CausalLM(nn.Module, ABC):
     gives_states: bool = False
     aux_layers: tuple[int, ...] = ()
     aux_states: Sequence[torch.Tensor] = ()
-    _planners: Sequence[PagedBackend] = ()
+    stage_groups: list[KVGroup] | None = None
+    # By KV group; None: no layer of it is here.
+    _planners: Sequence[PagedBackend | None] = ()
 
     @abstractmethod
     def forward(
@@ -84,7 +87,7 @@ class CausalLM(nn.Module, ABC):
     def why_no_graphs(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why steps of this model cannot be recorded as device graphs; None: they can."""
         for planner in self._planners:
-            if not planner.recordable:
+            if planner is not None and not planner.recordable:
                 return f"{planner.name} attention cannot be captured in a graph"
         for module in self.modules():
             if isinstance(module, Experts) and not module.method.recordable(module):
@@ -97,33 +100,42 @@ class CausalLM(nn.Module, ABC):
 
     def kv_groups(self) -> list[KVGroup]:
         """This rank's KV groups: what one block id stands for in each."""
+        if self.stage_groups is not None:
+            return self.stage_groups
         return group_layers([(layer.sliding_window, layer.fmt) for layer in self.attention_layers()])
 
     def assign_kv_groups(self) -> None:
         """Tell the built layers which entry of the step's metadata is theirs."""
-        layers, planners = self.attention_layers(), []
+        layers = self.attention_layers()
+        planners: list[PagedBackend | None] = []
         for number, group in enumerate(self.kv_groups()):
             for layer in group.layers:
                 layers[layer].kv_group = number
             # One layer's backend plans for the group: a plan depends on batch and shapes, which they share.
-            planners.append(layers[group.layers[0]].backend)
+            planners.append(layers[group.layers[0]].backend if group.layers else None)
         self._planners = planners
 
     def plan_attention(self, meta: Sequence[AttentionMetadata]) -> None:
         """Let the attention backends prepare the step's schedule (fills each entry's `plan`)."""
-        for planner, batch in zip(self._planners, meta, strict=True):
+        for planner, batch in self._planned(meta):
             planner.plan(batch)
 
     def cascades(self) -> list[bool]:
         """Per KV group, whether attention reads once what all requests share (`shared_blocks`)."""
-        return [planner.cascades for planner in self._planners]
+        return [planner is not None and planner.cascades for planner in self._planners]
 
     def prepare_capture(self, meta: Sequence[AttentionMetadata]) -> None:
         """Make `meta` safe to record in a device graph."""
-        for planner, batch in zip(self._planners, meta, strict=True):
+        for planner, batch in self._planned(meta):
             planner.prepare_capture(batch)
 
     def prepare_replay(self, meta: Sequence[AttentionMetadata]) -> None:
         """Refresh what a recorded graph reads, before its replay on `meta`."""
-        for planner, batch in zip(self._planners, meta, strict=True):
+        for planner, batch in self._planned(meta):
             planner.prepare_replay(batch)
+
+    def _planned(self, meta: Sequence[AttentionMetadata]) -> Iterator[tuple[PagedBackend, AttentionMetadata]]:
+        """The groups that have layers here."""
+        for planner, batch in zip(self._planners, meta, strict=True):
+            if planner is not None:
+                yield planner, batch

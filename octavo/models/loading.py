@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from octavo.quantization.experts_method import experts_method
 from octavo.quantization.linear_method import LinearMethod, linear_method
 from octavo.quantization.scheme import QuantizationConfig
 
+if TYPE_CHECKING:
+    from octavo.models.stage import StagePart
+
 logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN = 5
@@ -46,6 +50,7 @@ def build_model(
     batch_invariant: bool = False,
     with_head: bool = True,
     expert_parallel: bool = False,
+    part: StagePart | None = None,
 ) -> CausalLM:
     """Make a model whose parameters are allocated once, on the device, and not yet filled.
 
@@ -62,6 +67,7 @@ def build_model(
             families that `octavo.worker.batch_invariance` refuses).
         with_head: False for embeddings: no output head is made, and a checkpoint's is passed over.
         expert_parallel: whether each of several ranks holds some experts whole, instead of a slice of each.
+        part: what a pipeline stage has of the model; None: all.
 
     Raises:
         ModelError: an architecture, rope or activation that is not supported.
@@ -85,6 +91,10 @@ def build_model(
     model = model_class(config.architecture, config.implementation)(config)
     if not with_head:
         remove_head(model)
+    if part is not None:
+        from octavo.models.stage import keep_stage
+
+        keep_stage(model, part)
     with torch.no_grad():
         for name, layer in _layers(model):
             layer.create_weights(build, name)

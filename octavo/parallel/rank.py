@@ -111,19 +111,17 @@ def _load(setup: RankSetup) -> Worker:
     """Meet the other ranks and load this one's part of the model."""
     config = EngineConfig(**setup.config)
     from octavo.parallel.process_group import choose_rank_device, join_ranks  # from here on with PyTorch
+    from octavo.parallel.process_stages import join_stages
     from octavo.worker.worker import Worker
 
-    ranks = join_ranks(
-        setup.rank,
-        setup.tensor,
-        setup.pipeline,
-        setup.rendezvous,
-        choose_rank_device(config.device, setup.rank, config.num_ranks),
-        config.distributed_timeout_seconds,
-    )
+    device = choose_rank_device(config.device, setup.rank, config.num_ranks)
+    sizes, seconds = (setup.rank, setup.tensor, setup.pipeline), config.distributed_timeout_seconds
+    ranks = join_ranks(*sizes, setup.rendezvous, device, seconds)
+    stages = join_stages(*sizes, device, seconds)
+    ranks.world.minimum(0)  # all have made their connections
     if setup.rank == 0:
         _remove_rendezvous(setup)
-    return Worker(config, group=ranks.tensor)
+    return Worker(config, group=ranks.tensor, stages=stages)
 
 
 class _Server:
@@ -204,6 +202,7 @@ class _Server:
                 result.copies_done,
                 result.copies_failed,
                 self._worker.graph_bytes,
+                result.stage_seconds,
             )
         )
 

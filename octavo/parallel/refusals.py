@@ -27,6 +27,19 @@ def check_ranks(config: EngineConfig) -> None:
         raise ConfigError(
             f"device={config.device!r} with {ranks}: give cuda, and choose devices by CUDA_VISIBLE_DEVICES"
         )
+    if config.pipeline_parallel_size > 1:
+        _check_stages(config)
     for name in ("kv_disk_path", "torch_profiler_dir"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name} does not work with {ranks}: leave it out")
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """Refuse what pipeline stages cannot do."""
+    speculative = config.speculative
+    if speculative is not None and speculative.model is not None:
+        raise ConfigError(
+            f"speculative_config: method {speculative.method!r} drafts beside the whole model, which "
+            f"pipeline_parallel_size={config.pipeline_parallel_size} divides: use ngram or suffix, or "
+            "tensor_parallel_size"
+        )

@@ -81,10 +81,12 @@ class StepDone(msgspec.Struct, tag="done"):
 
     Attributes:
         number: the step's.
-        digest: of its tokens, which every rank draws for itself: equal on all.
+        digest: of its tokens, which every rank of a stage draws for itself: equal on all of them (only the
+            last stage has any).
         result: what it yielded, from one rank of the last stage.
         copies_done, copies_failed: as in `StepResult`, of this rank.
         graph_bytes: `Executor.graph_bytes`, of this rank.
+        stage_seconds: as in `StepResult`, of this rank.
     """
 
     number: int
@@ -93,6 +95,7 @@ class StepDone(msgspec.Struct, tag="done"):
     copies_done: list[int] = []
     copies_failed: list[int] = []
     graph_bytes: int = 0
+    stage_seconds: float = 0.0
 
 
 class StepFailed(msgspec.Struct, tag="failed"):

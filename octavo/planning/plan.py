@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv.format import KVGroup
-from octavo.kv.groups import group_layers, page_bytes
+from octavo.kv.groups import group_layers, page_bytes, stage_groups
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
 from octavo.models.loader import load_model_config
@@ -19,6 +19,7 @@ from octavo.models.loading import build_model
 from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling_config import pooling_settings
 from octavo.models.transformers_config import ENCODER
+from octavo.parallel.stages import divide_layers, read_partition
 from octavo.parallel.state import TensorParallelGroup, use_group
 from octavo.planning import budget
 from octavo.planning.activations import step_bytes
@@ -229,8 +230,9 @@ class Planner:
         with machine.assumed():
             weights = self._weights(shapes, config, quantization, dtype, device)
         draft = self._draft(config, dtype, machine, wanted)
-        groups = _stage_groups(shapes, self.model, layout.pipeline)
-        stage = _stage_weights(weights, self.model, layout.pipeline)
+        bounds = _stage_bounds(config, weights, self.model, layout.pipeline)
+        groups = _stage_groups(shapes, bounds)
+        stage = _stage_weights(weights, bounds)
         held = {"weights": stage + (draft.weights.total if draft else 0), "other": machine.other}
         tables = budget.table_bytes(groups, config.max_num_seqs, wanted, rows)
         if draft is not None:
@@ -385,27 +387,33 @@ class Planner:
         return logits + step + len(sizes) * _GRAPH
 
 
-def _stage_groups(shapes: CausalLM, model: ModelConfig, stages: int) -> list[KVGroup]:
-    """The KV groups of the largest of the pipeline's stages."""
-    layers = [(layer.sliding_window, layer.fmt) for layer in shapes.attention_layers()]
-    if stages > model.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={stages} is more than the model's {model.num_layers} layers: lower it"
-        )
-    return group_layers(layers[: math.ceil(len(layers) / stages)])
-
-
-def _stage_weights(weights: WeightBytes, model: ModelConfig, stages: int) -> int:
-    """Bytes of the heaviest of the pipeline's stages: the first has the embedding too, the last the head."""
-    if stages == 1:
-        return weights.total
-    per_stage = math.ceil(model.num_layers / stages)
+def _stage_bounds(
+    config: EngineConfig, weights: WeightBytes, model: ModelConfig, stages: int
+) -> tuple[int, ...]:
+    """How the layers are divided among a pipeline's stages (`octavo.parallel.stages.Stage.bounds`)."""
+    if config.pp_layer_partition is not None and stages > 1:
+        return read_partition(config.pp_layer_partition, model.num_layers, stages)
     parts = weights.by_part
-    totals = []
-    for first in range(0, model.num_layers, per_stage):
-        stage = sum(parts[str(layer)] for layer in range(first, first + per_stage)) + parts["other"]
+    costs = [parts[str(layer)] for layer in range(model.num_layers)]
+    return divide_layers(costs, parts["head"] or parts["embedding"], stages)
+
+
+def _stage_groups(shapes: CausalLM, bounds: tuple[int, ...]) -> list[KVGroup]:
+    """The KV groups of that of the pipeline's stages whose blocks take most."""
+    layers = [(layer.sliding_window, layer.fmt) for layer in shapes.attention_layers()]
+    groups = group_layers(layers, bounds)
+    return max((stage_groups(groups, range(*pair)) for pair in itertools.pairwise(bounds)), key=page_bytes)
+
+
+def _stage_weights(weights: WeightBytes, bounds: tuple[int, ...]) -> int:
+    """Bytes of the heaviest of the pipeline's stages: the first has the embedding too, the last the head."""
+    if len(bounds) == 2:
+        return weights.total
+    parts, totals = weights.by_part, []
+    for first, stop in itertools.pairwise(bounds):
+        stage = sum(parts[str(layer)] for layer in range(first, stop)) + parts["other"]
         stage += parts["embedding"] if first == 0 else 0
-        if first + per_stage >= model.num_layers:
+        if stop == bounds[-1]:
             stage += parts["head"] or parts["embedding"]  # a tied head is a copy there
         totals.append(stage)
     return max(totals)

@@ -86,7 +86,7 @@ class DecodeGraphs:
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self._batch.fill(inputs)
-        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta)
+        hidden = self._model(inputs.entering, inputs.positions, self._kv_caches, inputs.meta)
         logits = self._model.compute_logits(hidden)
         tokens = ops.argmax(logits).to(torch.int32)
         self._batch.append_all(inputs, tokens)

@@ -31,6 +31,8 @@ class StepInputs:
         sample_rows: int64 `[num_sample_rows]`, these rows (each one's last), or None if they are the first in
             order.
         num_drafts: host, int32 `[m]`, drafts of the requests that sample; None: nobody's.
+        stream: on a later pipeline stage, the residual stream as it left the one before, `[rows,
+            hidden_size]`; None: the rows are tokens.
         wanted_rows: the rows whose hidden states are read where only sampling reads them: `sample_rows`, or
             if nobody samples a single row (layers need not take none); None: all.
 
@@ -52,6 +54,12 @@ class StepInputs:
     sample_rows: torch.Tensor | None
     num_drafts: np.ndarray | None
     wanted_rows: torch.Tensor | None
+    stream: torch.Tensor | None = None
+
+    @property
+    def entering(self) -> torch.Tensor:
+        """What enters this rank's layers."""
+        return self.token_ids if self.stream is None else self.stream
 
 
 @dataclass
@@ -76,7 +84,12 @@ class InputBatch:
 
     A sampled token is written by the device itself, so the next step can be launched before the host
     has seen it; the host only sends what it alone knows (admissions, new blocks, the step's shape).
+
+    Attributes:
+        stream: `[max_rows, hidden_size]`, where rows from another pipeline stage come in; None: none do.
     """
+
+    stream: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -261,6 +274,27 @@ class InputBatch:
         self.token_table[inputs.sample_slots[:, None], place] = tokens
         self.num_computed[inputs.sample_slots] = known - 1 + num_tokens
 
+    def take_in(
+        self, slots: np.ndarray, known: np.ndarray, received: torch.Tensor, drafts: np.ndarray | None
+    ) -> None:
+        """Append tokens that another pipeline stage has sampled.
+
+        Args:
+            slots: int64 `[m]`.
+            known: int64 `[m]`, tokens before these.
+            received: int32 `[m, k]` on the device; with drafts the last column is how many of a row stand.
+            drafts: int64 `[m]`, how many the step judged; None: nobody had any, and k is 1.
+        """
+        if drafts is None:
+            (places,) = self._send(slots * self.max_model_len + known)
+            self.token_table.view(-1)[places] = received[:, 0]
+            return
+        own, first, most = self._send(slots, known, drafts)
+        column = torch.arange(received.shape[1] - 1, device=received.device)
+        place = first[:, None] + torch.minimum(column[None], most[:, None])
+        self.token_table[own[:, None], place] = received[:, :-1]
+        self.num_computed[own] = first - 1 + received[:, -1]
+
     def sample_ends(self, inputs: StepInputs) -> torch.Tensor:
         """int64 `[m]`, tokens known to each request that samples (drafts are not)."""
         layout = self._layout
@@ -331,6 +365,7 @@ class InputBatch:
             sample_rows=None if rows == len(last) else last_d,
             num_drafts=drafts,
             wanted_rows=None if rows in (n, len(last)) else last_d if len(last) else starts_d[1:2] - 1,
+            stream=None if self.stream is None else self.stream[:total],
         )
         return _Layout(key, inputs, None if everyone else sampling_d, None if drafts is None else drafts_d)
 

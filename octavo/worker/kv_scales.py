@@ -27,6 +27,7 @@ from octavo.errors import ModelError
 from octavo.kernels.reference_kv import FP8_LARGEST, dequantize_fp8, quantize_fp8
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import FP8, Attention
+from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def settle(
     dtype: torch.dtype,
     tokens: Callable[[], CalibrationTokens],
     group: TensorParallelGroup,
+    stages: StageGroup | None = None,
 ) -> KVScales | None:
     """See that every attention layer of a loaded model has its scales: those that no checkpoint gave are
     calibrated, and where those of keys are, keys are centred.
@@ -125,6 +127,8 @@ def settle(
         dtype: of its activations, in which the calibration's cache is.
         tokens: what to calibrate on, called if something is to be calibrated.
         group: the ranks, each of which has the scales of its own heads; the digest is of all heads'.
+        stages: the pipeline's, each of which has those of its own layers; the digest is of all layers'.
+            None: there is one.
 
     Returns:
         None where the cache is not FP8.
@@ -132,14 +136,14 @@ def settle(
     Raises:
         ModelError: the model computes numbers that are not finite.
     """
-    layers = fp8_layers(model)
+    stages, layers = stages or StageGroup(), fp8_layers(model)
     if not layers:
         return None
     lacking = sum(bool(_scale_of(layer).isnan().any()) for layer in layers)
     origin = "scales from the checkpoint"
-    if lacking:
+    if -stages.minimum(-lacking):  # on any stage
         given = tokens()
-        calibrate(model, dtype, given)
+        calibrate(model, dtype, given, stages)
         origin = f"scales calibrated on {len(given.ids)} tokens {given.kind}"
         if lacking < len(layers):
             origin += f" in {lacking} of {len(layers)} layers, the others' from the checkpoint"
@@ -147,9 +151,9 @@ def settle(
     if centred:
         where = "" if centred == len(layers) else f" in {centred} of {len(layers)} layers"
         origin = f"keys centred{where}, {origin}"
-    scales = _digest(group, [_scale_of(layer) for layer in layers])
+    scales = _digest(group, stages, [_scale_of(layer) for layer in layers])
     centres = tuple(layer.kv_centre.clone() for layer in layers if layer.kv_centre is not None)
-    return KVScales(origin, scales, _digest(group, centres) if centres else "none", centres)
+    return KVScales(origin, scales, _digest(group, stages, centres) if centres else "none", centres)
 
 
 def restore(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -> bool:
@@ -164,9 +168,12 @@ def restore(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -
     return True
 
 
-def _digest(group: TensorParallelGroup, tensors: Sequence[torch.Tensor]) -> str:
+def _digest(group: TensorParallelGroup, stages: StageGroup, tensors: Sequence[torch.Tensor]) -> str:
     everyone = group.all_gather(torch.cat([tensor.flatten() for tensor in tensors]))
-    return hashlib.sha256(everyone.cpu().numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256(everyone.cpu().numpy().tobytes())
+    if stages.size > 1:
+        digest = hashlib.sha256(stages.everyones(digest.digest()))
+    return digest.hexdigest()
 
 
 def fp8_layers(model: CausalLM) -> list[Attention]:
@@ -175,10 +182,13 @@ def fp8_layers(model: CausalLM) -> list[Attention]:
 
 
 @torch.inference_mode()
-def calibrate(model: CausalLM, dtype: torch.dtype, tokens: CalibrationTokens) -> None:
+def calibrate(
+    model: CausalLM, dtype: torch.dtype, tokens: CalibrationTokens, stages: StageGroup | None = None
+) -> None:
     """Set the scales that are NaN, and the centres that go with them, by one forward pass over `tokens` with
-    caches of `dtype`."""
-    for number, (layer, computed) in enumerate(_keys_and_values(model, dtype, tokens.ids)):
+    caches of `dtype`; it goes through all pipeline stages."""
+    stages = stages or StageGroup()
+    for number, (layer, computed) in enumerate(_keys_and_values(model, dtype, tokens.ids, stages)):
         if not bool(torch.isfinite(computed).all()):
             raise ModelError(
                 f"attention layer {number} computes keys or values that are not finite on the text that "
@@ -188,7 +198,7 @@ def calibrate(model: CausalLM, dtype: torch.dtype, tokens: CalibrationTokens) ->
 
 
 def _keys_and_values(
-    model: CausalLM, dtype: torch.dtype, token_ids: list[int]
+    model: CausalLM, dtype: torch.dtype, token_ids: list[int], stages: StageGroup
 ) -> Iterator[tuple[Attention, torch.Tensor]]:
     """Each FP8 layer, and its keys and values of a text: float32 `[2, rows, heads, head_dim]`."""
     layers = model.attention_layers()
@@ -217,7 +227,13 @@ def _keys_and_values(
         )
         metas = [replace(meta) for _ in model.kv_groups()]
         model.plan_attention(metas)
-        model(torch.tensor(token_ids, dtype=torch.int32, device=device), positions, caches, metas)
+        entering = torch.tensor(token_ids, dtype=torch.int32, device=device)
+        if not stages.is_first:
+            entering = torch.empty(rows, model.config.hidden_size, dtype=dtype, device=device)
+            stages.receive(entering)
+        leaving = model(entering, positions, caches, metas)
+        if not stages.is_last:
+            stages.send(leaving)
     model.assign_kv_groups()
     for layer, cache in zip(layers, caches, strict=True):
         if isinstance(layer, Attention) and layer.kv_scale is not None:

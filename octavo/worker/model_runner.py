@@ -23,6 +23,7 @@ from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
+from octavo.worker.stage_link import StageLink
 from octavo.worker.transfer import TokenTransfer
 
 
@@ -74,12 +75,15 @@ class ModelRunner:
         records: bool = False,
         max_drafts: int = 0,
         synthetic_acceptance: Sequence[float] | None = None,
+        link: Callable[[InputBatch], StageLink] | None = None,
     ):
+        """`link` joins the last one of several pipeline stages to the others, given its tables."""
         self.model = model
         self.device = device
         self.vocab_size = vocab_size
         self.kv_caches = kv_caches
         self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, groups, device, model.cascades())
+        self.link = None if link is None else link(self.batch)
         self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
         self.verifier = Verifier(Sampler(self.sampling), synthetic_acceptance)
         self.graphs: DecodeGraphs | None = None
@@ -93,6 +97,16 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step; its result is fetched by `LaunchedStep.wait`."""
+        if self.link is None:
+            return self._execute(plan)
+        self.link.enter(plan)
+        try:
+            return self._execute(plan)
+        except Exception:
+            self.link.settle()
+            raise
+
+    def _execute(self, plan: StepPlan) -> LaunchedStep:
         self.batch.apply(plan)
         for admission in plan.admissions:
             self.sampling.add(admission)
@@ -102,19 +116,22 @@ class ModelRunner:
         inputs = self.batch.layout(plan, graph_size)
         hidden: torch.Tensor | None = None
         logits: torch.Tensor | None
+        timer: DeviceTimer | None = None
         if self.graphs is not None and graph_size is not None:
+            timer = self._receive()
             rows, greedy = self.graphs.run(inputs)
             if len(inputs.sample_requests) == inputs.num_requests and self.verifier.sampler.is_greedy(
                 plan.slots
             ):
                 chosen = VerifyOutput(greedy[: inputs.num_requests], None, None, None)
                 launched = LaunchedStep(plan, inputs.sample_requests, chosen, None, self._transfer)
+                self._pass_on(chosen, launched, timer)
                 self._draft_after(plan, inputs, chosen, launched)
                 return launched
             logits = self._sampled_rows(rows, inputs)
         else:
             self.batch.fill(inputs)
-            begin = time.perf_counter()
+            timer, begin = self._receive(), time.perf_counter()
             if self.recorded is not None and self.recorded.takes(plan, inputs):
                 logits = self.recorded.run(inputs)
             else:
@@ -126,6 +143,7 @@ class ModelRunner:
             packed = self._prompt_logprobs(plan, inputs, hidden)
         if logits is None or not len(inputs.sample_requests):
             launched = LaunchedStep(plan, inputs.sample_requests, None, packed, self._transfer)
+            self._pass_on(None, launched, timer)
             self._draft_after(plan, inputs, None, launched)
             return launched
         rows = logits
@@ -134,15 +152,33 @@ class ModelRunner:
             @torch.inference_mode()
             def draw(masks: TokenMasks) -> VerifyOutput:
                 sampled = self._sample(plan, inputs, rows, masks)
+                self._pass_on(sampled, launched, None)
                 self._draft_after(plan, inputs, sampled, launched)
                 return sampled
 
             launched = LaunchedStep(plan, inputs.sample_requests, draw, packed, self._transfer)
+            self._pass_on(None, launched, timer)
             return launched
         sampled = self._sample(plan, inputs, rows)
         launched = LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
+        self._pass_on(sampled, launched, timer)
         self._draft_after(plan, inputs, sampled, launched)
         return launched
+
+    def _receive(self) -> DeviceTimer | None:
+        """Wait for the rows of a stage before this one; times the stage's part of the step from here on."""
+        return None if self.link is None else self.link.receive()
+
+    def _pass_on(
+        self, sampled: VerifyOutput | None, launched: LaunchedStep, timer: DeviceTimer | None
+    ) -> None:
+        """Send the other stages the tokens; the stage's part of the step ends."""
+        if self.link is None:
+            return
+        if timer is not None:
+            launched.timer = timer.stop()
+        if sampled is not None:
+            self.link.send_tokens(sampled)
 
     def _draft_after(
         self, plan: StepPlan, inputs: StepInputs, sampled: VerifyOutput | None, launched: LaunchedStep
@@ -163,7 +199,7 @@ class ModelRunner:
         self.model.plan_attention(inputs.meta)
         narrow = self.model.narrows and plan.prompt_logprobs is None
         inputs.meta[0].wanted_rows = inputs.wanted_rows if narrow else None
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_caches, inputs.meta)
+        hidden = self.model(inputs.entering, inputs.positions, self.kv_caches, inputs.meta)
         if not len(inputs.sample_requests):
             return hidden, None
         wanted = inputs.meta[0].wanted_rows is not None
@@ -261,6 +297,7 @@ class LaunchedStep:
         self.drafting: DeviceTimer | None = None  # of the drafts that were made after the step
         self._drafted: tuple[np.ndarray, torch.Tensor, torch.Tensor] | None = None
         self._drafted_event: torch.cuda.Event | None = None
+        self.timer: DeviceTimer | None = None  # of a pipeline stage's part of the step
         self._draw = None
         if callable(sampled):
             self._draw = sampled
@@ -330,6 +367,8 @@ class LaunchedStep:
             result.drafted = np.full(n, -1, np.int32)
             result.products = np.zeros((n, products.shape[1]), np.float32)
             result.drafted[requests], result.products[requests] = made.numpy(), products.numpy()
+        if self.timer is not None:
+            result.stage_seconds = self.timer.seconds()
         result.logprobs = self._unpack_logprobs(n)
         result.prompt_logprobs = self._unpack_prompt(n)
         return result

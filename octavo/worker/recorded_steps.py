@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,15 @@ class RecordedSteps:
     found out at its first step, which is right all the same, and goes on without.
     """
 
-    def __init__(self, model: Any, kv_caches: list[torch.Tensor]):
+    def __init__(
+        self,
+        model: Any,
+        kv_caches: list[torch.Tensor],
+        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        """`finish` makes a step's result of the model's hidden states; None: their logits."""
         self._model = model
+        self._finish = finish or model.compute_logits
         self._kv_caches = kv_caches
         # By requests, rows, and the most rows of a request.
         self._recorded: dict[
@@ -59,7 +66,8 @@ class RecordedSteps:
         )
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits `[rows, vocab]` of filled inputs; the next step of this shape overwrites them."""
+        """Logits `[rows, vocab]` of filled inputs (what `finish` makes, rather); the next step of this shape
+        overwrites them."""
         key = inputs.num_requests, len(inputs.token_ids), inputs.meta[0].max_query_len
         recorded = self._recorded.get(key)
         if recorded is not None:
@@ -83,5 +91,5 @@ class RecordedSteps:
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         self._model.plan_attention(inputs.meta)
         inputs.meta[0].wanted_rows = None
-        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, inputs.meta)
-        return self._model.compute_logits(hidden)
+        hidden = self._model(inputs.entering, inputs.positions, self._kv_caches, inputs.meta)
+        return self._finish(hidden)

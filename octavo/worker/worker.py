@@ -33,6 +33,8 @@ from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
 from octavo.models.mapped_file import release_freed
 from octavo.models.pooling_config import pooling_settings
+from octavo.models.stage import StagePart, stage_part
+from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.planning.budget import useful_blocks, with_slack
 from octavo.planning.ledger import Ledger
@@ -58,6 +60,8 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.parking import ParkedTensors
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
+from octavo.worker.stage_link import StageLink
+from octavo.worker.stage_runner import StageRunner
 from octavo.worker.weight_bytes import kept_weight_bytes, step_weight_bytes, weight_tensors
 
 logger = logging.getLogger(__name__)
@@ -74,6 +78,8 @@ class Worker:
 
     facts: ModelFacts
     group: TensorParallelGroup = tensor_parallel_group()
+    stages: StageGroup = StageGroup()
+    part: StagePart | None = None  # what this stage has of the model, where there are several
     tiers: KVTiers | None = None
     draft: LoadedDraft | None = None
     draft_runner: DraftRunner | HeadRunner | None = None
@@ -85,11 +91,19 @@ class Worker:
         config: EngineConfig,
         compiler: KernelCompiler | None = None,
         group: TensorParallelGroup | None = None,
+        stages: StageGroup | None = None,
     ):
-        """Load. `group`: the ranks that this one shares its layers with; None: there are no others."""
+        """Load.
+
+        Args:
+            group: the ranks that this one shares its layers with; None: there are no others.
+            stages: the pipeline stages; None: this one has all layers.
+        """
         begin = time.perf_counter()
         if group is not None:
             self.group = group
+        if stages is not None:
+            self.stages = stages
         device = choose_device(config.device)
         hashing: threading.Thread | None = None
         if device.type == "cuda":
@@ -101,6 +115,7 @@ class Worker:
             compiler.close()
         with use_group(self.group):
             source, wanted, build = self._settle(config, device)
+        build = self._take_part(build)
         threads = set_threads(config, self.device)
         self._check_size(build)
         self._load = partial(self._load_model, source, build)
@@ -112,7 +127,8 @@ class Worker:
                 compiler.wait()
         compiled = time.perf_counter()
         self._calibrate = partial(self._calibration_tokens, source, wanted)
-        self.kv_scales = kv_scales.settle(self.model, DTYPES[self.dtype], self._calibrate, self.group)
+        ranks = (self.group, self.stages)
+        self.kv_scales = kv_scales.settle(self.model, DTYPES[self.dtype], self._calibrate, *ranks)
         self.groups: list[KVGroup] = self.model.kv_groups()
         speculative = config.speculative
         if speculative is not None and speculative.model is not None:
@@ -166,6 +182,11 @@ class Worker:
         source = configured_model(config)
         self.model_config = load_model_config(source, config.model_impl)
         self.pooling = pooling_settings(config, source, self.model_config)
+        if self.pooling is not None and self.stages.size > 1:
+            raise ConfigError(
+                f"{source.name} makes embeddings, which pipeline_parallel_size={self.stages.size} does not "
+                "serve: leave it out, or use tensor_parallel_size"
+            )
         if self.pooling is not None and config.speculative is not None:
             raise ConfigError(
                 f"speculative_config drafts for models that generate, and {source.name} makes embeddings: "
@@ -201,6 +222,19 @@ class Worker:
         )
         return source, wanted, build
 
+    def _take_part(self, build: Callable[..., CausalLM]) -> Callable[..., CausalLM]:
+        """What builds this stage's part of the model."""
+        if self.stages.size == 1:
+            return build
+        with use_group(self.group):
+            whole = build(device="meta", attention_backend="torch")
+        self.part = stage_part(whole, self.stages.stage, self.stages.size, self.config.pp_layer_partition)
+        return partial(build, part=self.part)
+
+    def _minimum(self, value: int) -> int:
+        """The least of all ranks'."""
+        return self.stages.minimum(self.group.minimum(value))
+
     def _load_model(self, source: ModelSource, build: Callable[..., CausalLM]) -> None:
         """Build the model and read its weights."""
         config = self.config
@@ -214,7 +248,7 @@ class Worker:
                 config.load_format,
                 DTYPES[self._given_dtype()],
                 self.device,
-                progress=self.group.rank == 0,
+                progress=self.group.rank == 0 and self.stages.is_last,
                 seed=config.seed,
             )
             load_weights(model, weights)
@@ -245,7 +279,8 @@ class Worker:
 
     def _kv_format(self) -> str:
         """What decides how KV values are stored: for the root of their keys."""
-        groups = [f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in self.groups]
+        whole = self.groups if self.part is None else self.part.groups  # the same on every stage
+        groups = [f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in whole]
         return ";".join(groups if self.kv_scales is None else [*groups, self.kv_scales.digest])
 
     def _describe_cache(self) -> str:
@@ -304,6 +339,7 @@ class Worker:
         if level == 1 and self.device.type == "cuda":
             self._parked = ParkedTensors(weight_tensors(self.model))
             freed += self._parked.num_bytes
+        self._drain(self.runner)
         del self.runner
         if level == 2:
             freed += sum(kept_weight_bytes(self.model).values())
@@ -322,12 +358,18 @@ class Worker:
             self._parked = None
         if not hasattr(self, "model"):
             self._load()
-            scales = kv_scales.settle(self.model, DTYPES[self.dtype], self._calibrate, self.group)
+            ranks = (self.group, self.stages)
+            scales = kv_scales.settle(self.model, DTYPES[self.dtype], self._calibrate, *ranks)
             if not kv_scales.restore(self.model, self.kv_scales, scales):
                 del self.model
                 raise ConfigError("the checkpoint is not what it was at the start: start the engine again")
         if not hasattr(self, "runner"):
             self.runner = self._make_runner(self.facts.num_blocks, self.facts.max_model_len)
+
+    def _drain(self, runner: ModelRunner | StageRunner | PoolingRunner) -> None:
+        """Take in what other stages have sent, before a runner goes or its steps begin anew."""
+        if not isinstance(runner, PoolingRunner) and runner.link is not None:
+            runner.link.drain()
 
     def _give_back(self) -> None:
         gc.collect()
@@ -384,11 +426,11 @@ class Worker:
         if self.draft is not None and config.speculative is not None:
             most = config.speculative.num_speculative_tokens
             draft_blocks = self.draft.num_blocks(budget.num_bytes, config.max_num_seqs, most)
-            draft_blocks = self.group.minimum(draft_blocks)
+            draft_blocks = self._minimum(draft_blocks)
             taken = draft_blocks * page_bytes(self.draft.groups)
             budget = replace(budget, num_bytes=budget.num_bytes - taken)
         useful = useful_blocks(self.groups, config.max_num_seqs, wanted)
-        blocks = self.group.minimum(num_blocks(budget, self.groups, useful))
+        blocks = self._minimum(num_blocks(budget, self.groups, useful))
         length = wanted
         capacity = token_capacity(self.groups, blocks, wanted)
         if capacity < wanted:
@@ -406,7 +448,7 @@ class Worker:
         self.facts = ModelFacts(
             max_model_len=length,
             vocab_size=self.model_config.vocab_size,
-            groups=self.groups,
+            groups=self.groups if self.part is None else self.part.groups,
             num_blocks=blocks,
             cache_root=b"",
             overlap=self.device.type == "cuda",
@@ -441,10 +483,11 @@ class Worker:
         if self.device.type == "cpu":
             rows = min(_PROBE_ROWS, self.max_num_batched_tokens, self.facts.kv_capacity - 1)
             plan, _ = self.first_step(np.array([rows], np.int32), SamplingParams(max_tokens=1))
-            self._prefill_rate = prefill_rate(self.runner.execute, plan, self.group.minimum)
+            self._prefill_rate = prefill_rate(self.runner.execute, plan, self._minimum)
+            self._drain(self.runner)
         self.facts = replace(
             self.facts,
-            num_host_blocks=self.group.minimum(tiers.host.num_slots),
+            num_host_blocks=self._minimum(tiers.host.num_slots),
             host_copy_rate=tiers.host.rate_into,
             prefill_rate=self._prefill_rate,
         )
@@ -453,7 +496,7 @@ class Worker:
     def _measure_memory(self) -> Ledger:
         """What holds how much, now that everything is there."""
         tables: list[Any] = [self.runner.batch]
-        if not isinstance(self.runner, PoolingRunner):
+        if isinstance(self.runner, ModelRunner):
             tables.append(self.runner.sampling)
         host = 0 if self.tiers is None else self.tiers.host.num_slots * self.tiers.host.page_bytes
         caches, draft = self.runner.kv_caches, None
@@ -463,7 +506,7 @@ class Worker:
             tables.append(self.draft_runner.batch)
         return measured_ledger(self.model, caches, tables, self.device, self._activations, host, draft)
 
-    def _make_runner(self, blocks: int, length: int) -> ModelRunner | PoolingRunner:
+    def _make_runner(self, blocks: int, length: int) -> ModelRunner | StageRunner | PoolingRunner:
         caches = allocate_caches(self.groups, blocks, self.device)
         sizes: dict[str, Any] = dict(
             max_num_seqs=self.config.max_num_seqs,
@@ -476,14 +519,22 @@ class Worker:
             return PoolingRunner(
                 self.model, self.groups, caches, **sizes, hidden_size=hidden, pooling_type=kind
             )
+        repeats: dict[str, Any] = dict(use_graphs=self._uses_graphs(), records=self._records_steps())
+        dtype = DTYPES[self.dtype]
+        if not self.stages.is_last:
+            return StageRunner(self.model, self.groups, caches, self.stages, **sizes, **repeats, dtype=dtype)
+        link = None
+        if self.stages.size > 1:
+            rows = (self.max_num_batched_tokens, self.model_config.hidden_size)
+            link = partial(StageLink, self.stages, rows=rows, dtype=dtype, device=self.device)
         return ModelRunner(
             self.model,
             self.groups,
             caches,
             **sizes,
+            **repeats,
             vocab_size=self.model_config.vocab_size,
-            use_graphs=self._uses_graphs(),
-            records=self._records_steps(),
+            link=link,
             max_drafts=0
             if self.config.speculative is None
             else self.config.speculative.num_speculative_tokens,
@@ -521,10 +572,12 @@ class Worker:
                 f"a step of max_num_batched_tokens={rows} tokens does not fit on {self.device}: "
                 f"{str(error).splitlines()[0]} Lower max_num_batched_tokens or max_num_seqs"
             ) from None
+        self._drain(runner)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         if self.config.swap_space:
-            self._prefill_rate = prefill_rate(runner.execute, plan, self.group.minimum)
+            self._prefill_rate = prefill_rate(runner.execute, plan, self._minimum)
+            self._drain(runner)
         del runner
         gc.collect()
         return with_slack(peak - before - kv_bytes)

@@ -50,8 +50,10 @@ class Done:
 
     result: StepResult
     host: PretendHost
+    waited: Callable[[], None]
 
     def wait(self) -> StepResult:
+        self.waited()
         self.host.report(self.result)
         return self.result
 
@@ -244,6 +246,10 @@ class PretendExecutor(Executor):
         self.host = PretendHost(self.cache, config.block_size)
         self.disk = PretendStore(self.host) if disk else None
         self.block_store = self.disk
+        self.stages = config.pipeline_parallel_size
+        # By slot, the step that samples for it last; those whose results have been waited for.
+        self.sampled_in: dict[int, int] = {}
+        self.waited: set[int] = set()
         self.fail_at: int | None = None
         self.largest = 0
         self.plans: list[StepPlan] = []
@@ -255,6 +261,7 @@ class PretendExecutor(Executor):
             raise EngineDeadError(f"the pretend model found an error: {error}") from error
 
     def _execute(self, plan: StepPlan) -> Done:
+        self._check_stages(plan)
         self.plans.append(plan)
         self.largest = max(self.largest, plan.total_rows)
         for a in plan.admissions:
@@ -312,7 +319,21 @@ class PretendExecutor(Executor):
                 self.computed[slot] = known - 1 + counts[i]
             self.in_doubt[slot] = drafts[i]
         result = StepResult(tokens=out, num_tokens=counts)
-        return Done(result, self.host)
+        return Done(result, self.host, lambda: self.waited.add(plan.step_id))
+
+    def _check_stages(self, plan: StepPlan) -> None:
+        """With pipeline stages, a token is read by a step that says so, and by none that is under way with
+        the one that samples it."""
+        for admission in plan.admissions:
+            self.sampled_in.pop(admission.slot, None)
+        for slot in plan.slots.tolist():
+            sampled = self.sampled_in.get(slot)
+            if sampled is None:
+                continue
+            assert sampled <= plan.tokens_through, "a token is read before the first stage has it"
+            assert sampled in self.waited or plan.step_id - sampled >= self.stages, "in two steps at once"
+        for slot in plan.slots[plan.samples].tolist():
+            self.sampled_in[slot] = plan.step_id
 
     def places(self, group: int, slot: int, start: int, end: int) -> list[tuple[int, int]]:
         """Positions `start .. end - 1`, and where their KV lies, as the block table of the group says."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from octavo.engine.forecast import Demand, Forecast
-from octavo.engine.scheduler import Scheduler, SchedulerLimits
+from octavo.engine.limits import SchedulerLimits
+from octavo.engine.scheduler import Scheduler
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager

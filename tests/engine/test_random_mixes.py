@@ -88,7 +88,7 @@ WINDOWS: list[tuple[int | None, ...]] = [
 ]  # fmt: skip
 
 
-def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore:
+def _engine(draw: random.Random, num_blocks: int, block_size: int, stages: int) -> EngineCore:
     speculative: dict[str, Any] = {}
     if draw.random() < 0.4:
         drafts = {
@@ -107,6 +107,7 @@ def _engine(draw: random.Random, num_blocks: int, block_size: int) -> EngineCore
         long_prefill_token_threshold=draw.choice([0, 0, 1, 5]),
         look_ahead_admission=draw.random() < 0.3,
         check_invariants=True,
+        pipeline_parallel_size=stages,
         **speculative,
     )
     windows = draw.choice(WINDOWS)
@@ -151,11 +152,11 @@ def _request(draw: random.Random, name: str, stem: list[int], room: int) -> Core
     return sim.request(name, prompt, params=params, **more)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_random_mix(seed):
     draw = random.Random(seed)
     block_size, num_blocks = draw.choice([8, 16]), draw.choice([3, 4, 6, 10])
-    core = _engine(draw, num_blocks, block_size)
+    core = _engine(draw, num_blocks, block_size, stages=1 if seed < 60 else 2 + seed % 3)
     stems = [draw.choices(range(sim.VOCAB), k=60) for _ in range(2)]
     requests: dict[str, CoreRequest] = {}
     outputs: dict[str, list[CoreOutput]] = defaultdict(list)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from octavo.errors import ModelError
 from octavo.kv.format import KVFormat
-from octavo.kv.groups import describe_pool, group_layers, layers_per_page, page_bytes
+from octavo.kv.groups import describe_pool, group_layers, layers_per_page, page_bytes, stage_groups
 
 FORMAT = KVFormat("bfloat16", 16, 2, 64)
 
@@ -57,6 +58,27 @@ def test_layers_of_a_kind_are_split_in_their_order():
     assert [group.layers for group in groups_of(pattern(18, 6))] == [
         (5, 11, 17), (0, 1, 2), (3, 4, 6), (7, 8, 9), (10, 12, 13), (14, 15, 16),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "windows, bounds, groups, stages",
+    [
+        ([None] * 5, (0, 3, 5), [(0, 1, 2, 3, 4)], [[(0, 1, 2)], [(0, 1)]]),
+        # A window's layers on the first stage alone: the others have tables for them, and no layers.
+        ([9, 9, None, None], (0, 2, 4), [(2, 3), (0, 1)], [[(), (0, 1)], [(0, 1), ()]]),
+        ([9, None, 9, None], (0, 2, 4), [(1, 3), (0, 2)], [[(1,), (0,)], [(1,), (0,)]]),
+        ([9, 9, None, 9, 9, None], (0, 5, 6), [(2, 5), (0,), (1,), (3,), (4,)], None),
+    ],
+)
+def test_stages_have_a_part_of_every_group(windows, bounds, groups, stages):
+    found = group_layers([(window, FORMAT) for window in windows], bounds)
+    assert [group.layers for group in found] == groups
+    parts = [stage_groups(found, range(first, stop)) for first, stop in itertools.pairwise(bounds)]
+    for part, (first, stop) in zip(parts, itertools.pairwise(bounds), strict=True):
+        assert sorted(i for group in part for i in group.layers) == list(range(stop - first))
+        assert [(g.name, g.sliding_window) for g in part] == [(g.name, g.sliding_window) for g in found]
+    if stages is not None:
+        assert [[group.layers for group in part] for part in parts] == stages
 
 
 def test_blocks_of_unequal_bytes_are_refused_in_one_line():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import queue
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,71 +17,83 @@ from octavo.engine import core as core_module
 from octavo.engine.executor import Executor
 from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.parallel import wire
+from octavo.parallel.stages import StageGroup
 from octavo.worker.worker import Worker
-from tests.parallel.threads import ThreadGroup
+from tests.parallel.threads import ThreadGroup, ThreadStages, grid
 
 
 class _Rank:
-    """A thread that does what it is told, and the worker that it made."""
+    """A thread that does what it is told in order, and the worker that it made."""
 
-    def __init__(self, config: EngineConfig, group: ThreadGroup):
-        self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._group = group
-        threading.Thread(target=self._run, daemon=True).start()
+    def __init__(self, config: EngineConfig, group: ThreadGroup, stages: StageGroup):
+        self._thread = ThreadPoolExecutor(1)
+        self._group, self._stages = group, stages
+        self.masked: Any = None  # a step that waits for its masks
+        self.loading = self.begin(lambda: Worker(config, group=group, stages=stages))
 
-        def load() -> Worker:
-            self.worker = Worker(config, group=group)
-            return self.worker
-
-        self.begin(load)
-
-    def begin(self, work: Callable[[], Any] | None) -> None:
-        self._work.put(work)
-
-    def outcome(self) -> tuple[Any, BaseException | None]:
-        """Of what was begun first: its result, or the error."""
-        return self._results.get(timeout=120)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+    def begin(self, work: Callable[[], Any]) -> Future[Any]:
+        def run() -> Any:
             try:
-                self._results.put((work(), None))
-            except BaseException as error:
+                return work()
+            except PretendFailure:
+                raise
+            except BaseException:
                 self._group.abort()
-                self._results.put((None, error))
+                if isinstance(self._stages, ThreadStages):
+                    self._stages.abort()
+                raise
+
+        return self._thread.submit(run)
+
+    def launch(self, frame: bytes) -> StepResult | None:
+        """Run a step; one with masked requests up to where its tokens are drawn."""
+        plan = wire.decode_to_rank(frame).plan
+        step = self.loading.result().execute(plan)
+        if plan.masked is None:
+            return step.wait()
+        self.masked = step
+        return None
+
+    def draw(self, masks: TokenMasks) -> StepResult:
+        self.masked.sample(masks)
+        return self.masked.wait()
+
+    def close(self) -> None:
+        self.begin(self.loading.result().close).result(120)
+        self._thread.shutdown()
 
 
-def results(ranks: list[_Rank]) -> list[Any]:
+class PretendFailure(RuntimeError):
+    """What a test makes a step raise, with which a rank goes on."""
+
+
+def results(begun: list[Future[Any]]) -> list[Any]:
     """What was begun on all ranks; raises the error that made the others miss one."""
-    outcomes = [rank.outcome() for rank in ranks]
-    errors = [error for _, error in outcomes if error is not None]
+    errors = [error for error in (future.exception(120) for future in begun) if error is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return [result for result, _ in outcomes]
+    return [future.result() for future in begun]
 
 
 class ThreadRanksExecutor(Executor):
     """Ranks as threads, which get plans as they pass over the wire and must draw the same tokens."""
 
     def __init__(self, config: EngineConfig):
-        size = config.tensor_parallel_size
-        barrier, desk = threading.Barrier(size), [None] * size
-        self.ranks = [_Rank(config, ThreadGroup(rank, size, barrier, desk)) for rank in range(size)]
-        workers = results(self.ranks)
-        self.facts = workers[0].facts
+        tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+        self.ranks = [_Rank(config, *groups) for groups in grid(tensor, stages)]
+        self.tellers = self.ranks[-tensor:]  # the last stage's
+        workers = results([rank.loading for rank in self.ranks])
+        self.facts = workers[-tensor].facts
         for worker in workers:
             for name in ("num_blocks", "cache_root", "groups", "num_draft_blocks", "num_host_blocks"):
                 assert getattr(worker.facts, name) == getattr(self.facts, name), name
 
     def execute(self, plan: StepPlan) -> _Step:
         frame = wire.encode(wire.RunStep(0, plan))
-        return _Step(self, self.on_all(lambda w: w.execute(wire.decode_to_rank(frame).plan)))
+        return _Step(self, [rank.begin(partial(rank.launch, frame)) for rank in self.ranks])
 
     def on_all(self, work: Callable[[Worker], Any]) -> list[Any]:
-        for rank in self.ranks:
-            rank.begin(lambda worker=rank.worker: work(worker))
-        return results(self.ranks)
+        return results([rank.begin(partial(work, rank.loading.result())) for rank in self.ranks])
 
     def sleep(self, level: int) -> int:
         return sum(self.on_all(lambda w: w.sleep(level)))
@@ -88,38 +102,38 @@ class ThreadRanksExecutor(Executor):
         self.on_all(Worker.wake_up)
 
     def close(self) -> None:
-        self.on_all(Worker.close)
         for rank in self.ranks:
-            rank.begin(None)
+            rank.close()
 
 
 class _Step:
-    def __init__(self, executor: ThreadRanksExecutor, steps: list[Any]):
-        self._executor, self._steps = executor, steps
-
-    def _each(self, work: Callable[[Any], Any]) -> list[Any]:
-        for rank, step in zip(self._executor.ranks, self._steps, strict=True):
-            rank.begin(lambda step=step: work(step))
-        return results(self._executor.ranks)
+    def __init__(self, executor: ThreadRanksExecutor, begun: list[Future[Any]]):
+        self._executor, self._begun = executor, begun
 
     def sample(self, masks: TokenMasks) -> None:
-        self._each(lambda step: step.sample(masks))
+        self._begun = [rank.begin(partial(rank.draw, masks)) for rank in self._executor.ranks]
 
     def wait(self) -> StepResult:
-        first, *others = self._each(lambda step: step.wait())
-        for other in others:
-            assert np.array_equal(other.tokens, first.tokens), "the ranks drew different tokens"
-            assert np.array_equal(other.num_tokens, first.num_tokens)
-            assert other.copies_done == first.copies_done
-        return first
+        everyone: list[StepResult] = results(self._begun)
+        told = everyone[-len(self._executor.tellers) :]
+        for result in told[1:]:
+            assert np.array_equal(result.tokens, told[0].tokens), "the ranks drew different tokens"
+            assert np.array_equal(result.num_tokens, told[0].num_tokens)
+        assert all(result.copies_done == told[0].copies_done for result in everyone)
+        told[0].stage_seconds = sum(result.stage_seconds for result in everyone[:: len(told)])
+        return told[0]
 
 
 @pytest.fixture
-def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of this test have their ranks as threads."""
+def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of this test have their ranks as threads, which hand each other the interpreter quickly."""
     plain = core_module.make_executor
     monkeypatch.setattr(
         core_module,
         "make_executor",
-        lambda config: ThreadRanksExecutor(config) if config.tensor_parallel_size > 1 else plain(config),
+        lambda config: ThreadRanksExecutor(config) if config.num_ranks > 1 else plain(config),
     )
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)

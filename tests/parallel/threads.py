@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup
 
 T = TypeVar("T")
@@ -41,6 +43,63 @@ class ThreadGroup(TensorParallelGroup):
 
     def minimum(self, value: int) -> int:
         return min(int(x) for x in self._exchange(torch.tensor(value)))
+
+
+class ThreadStages(StageGroup):
+    """One pipeline stage of several threads, which put what they send on each other's shelves."""
+
+    def __init__(self, stage: int, size: int, meeting: ThreadGroup, shelves: list[queue.SimpleQueue]):
+        """`meeting`: of the stages; `shelves`: one for rows and one for tokens of each."""
+        super().__init__(stage, size)
+        self._meeting = meeting
+        self._rows, self._tokens = shelves[::2], shelves[1::2]
+
+    def send(self, x: torch.Tensor) -> None:
+        self._rows[self.stage + 1].put(x.clone())
+
+    def receive(self, into: torch.Tensor) -> None:
+        self._take(self._rows[self.stage], into)
+
+    def send_tokens(self, tokens: torch.Tensor) -> None:
+        for shelf in self._tokens[:-1]:
+            shelf.put(tokens.clone())
+
+    def receive_tokens(self, into: torch.Tensor) -> None:
+        self._take(self._tokens[self.stage], into)
+
+    def minimum(self, value: int) -> int:
+        return self._meeting.minimum(value)
+
+    def abort(self) -> None:
+        """Let nobody wait for this stage any more."""
+        self._meeting.abort()
+        for shelf in (*self._rows, *self._tokens):
+            shelf.put(None)
+
+    def _take(self, shelf: queue.SimpleQueue, into: torch.Tensor) -> None:
+        x = shelf.get(timeout=60)
+        if x is None:
+            raise threading.BrokenBarrierError("another stage has ended")
+        assert x.shape == into.shape and x.dtype == into.dtype, (x.shape, into.shape)
+        into.copy_(x)
+
+
+def grid(tensor: int, pipeline: int) -> list[tuple[ThreadGroup, StageGroup]]:
+    """The groups of every rank of `tensor` to a stage, in order."""
+    ranks: list[tuple[ThreadGroup, StageGroup]] = []
+    meetings = [(threading.Barrier(pipeline), [None] * pipeline) for _ in range(tensor)]
+    shelves: list[list[queue.SimpleQueue]] = [
+        [queue.SimpleQueue() for _ in range(2 * pipeline)] for _ in range(tensor)
+    ]
+    for stage in range(pipeline):
+        barrier, desk = threading.Barrier(tensor), [None] * tensor
+        for rank in range(tensor):
+            stages = StageGroup()
+            if pipeline > 1:
+                meeting = ThreadGroup(stage, pipeline, *meetings[rank])
+                stages = ThreadStages(stage, pipeline, meeting, shelves[rank])
+            ranks.append((ThreadGroup(rank, tensor, barrier, desk), stages))
+    return ranks
 
 
 def on_ranks(size: int, work: Callable[[TensorParallelGroup], T]) -> list[T]:

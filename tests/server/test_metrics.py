@@ -229,3 +229,12 @@ def test_how_a_record_ends_is_counted_once() -> None:
         assert ends(refusal, told=True) == {"error": 2}
     for failure in (RequestFailedError("failed"), EngineDeadError("dead"), KeyError("ours")):
         assert ends(failure, told=False) == ends(failure, told=True) == {"error": 2}
+
+
+def test_the_bubble_of_a_pipeline_is_told_where_there_is_one() -> None:
+    assert "pipeline" not in Metrics(CoreStats, "some/model", 128).render().decode()
+    stats = CoreStats(pipeline_bubble=0.25, pipeline_stage_seconds=6.0, pipeline_total_seconds=8.0)
+    found = samples(Metrics(lambda: stats, "some/model", 128).render().decode())
+    assert found["octavo:pipeline_bubble_perc"] == 0.25
+    assert found["octavo:pipeline_stage_seconds_total"] == 6.0
+    assert found["octavo:pipeline_seconds_total"] == 8.0

@@ -65,6 +65,15 @@ _SPECULATION = (
     ("spec_decode_num_accepted_tokens", "Tokens of them that were accepted.", "spec_accepted_tokens"),
 )
 
+_PIPELINE = (
+    ("pipeline_stage_seconds", "Seconds that pipeline stages computed.", "pipeline_stage_seconds"),
+    (
+        "pipeline_seconds",
+        "Seconds that pipeline stages could have computed, steps being under way.",
+        "pipeline_total_seconds",
+    ),
+)
+
 _HISTOGRAMS = (
     ("iteration_tokens_total", "Tokens computed by a step.", ITERATION_BOUNDS, "iteration_tokens"),
     (
@@ -131,6 +140,7 @@ class CoreMetrics:
         for name, text, field in _COUNTERS:
             yield namer.counter(name, text, getattr(stats, field))
         yield from self._speculation(stats)
+        yield from self._pipeline(stats, engine_up)
         for name, text, bounds, field in _HISTOGRAMS:
             counted = getattr(stats, field)
             yield namer.histogram(name, text, bounds, counted.counts, counted.total)
@@ -158,6 +168,18 @@ class CoreMetrics:
             held["graphs"] = stats.graph_bytes
             held["free"] = held.get("free", 0) - stats.graph_bytes
         return self._namer.gauges("memory_bytes", "Memory by what holds it, measured at start.", "kind", held)
+
+    def _pipeline(self, stats: CoreStats, engine_up: bool) -> Iterator[Metric]:
+        """How busy the pipeline's stages are; nothing where there is one."""
+        if not stats.pipeline_total_seconds:
+            return
+        yield self._namer.gauge(
+            "pipeline_bubble_perc",
+            "Share of the pipeline stages' time in which they waited while steps were under way, 0 to 1.",
+            stats.pipeline_bubble if engine_up else 0,
+        )
+        for name, text, field in _PIPELINE:
+            yield self._namer.counter(name, text, getattr(stats, field))
 
     def _speculation(self, stats: CoreStats) -> Iterator[Metric]:
         """What became of drafts; nothing while none is made."""

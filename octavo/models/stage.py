@@ -1,0 +1,154 @@
+"""The part of a decoder that one pipeline stage has.
+
+A model's constructors make no parameters, so a stage builds the whole model and takes out what others have,
+before its weights are made: a model file knows no stages, and a layer's name is the same on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.kv.format import KVGroup
+from octavo.kv.groups import group_layers, stage_groups
+from octavo.layers.embedding import LMHead, VocabEmbedding
+from octavo.layers.layer import BuildContext, Layer, LoadTarget
+from octavo.models.headless import remove_head
+from octavo.models.interface import CausalLM
+from octavo.models.llama import LlamaModel
+from octavo.models.targets import left_out
+from octavo.parallel.stages import Stage, divide_layers, read_partition
+
+
+class Elsewhere(Layer):
+    """What another stage has: holds nothing, and passes over what a checkpoint has for it."""
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        pass
+
+    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
+        return left_out(prefix)
+
+
+class StreamIn(Elsewhere):
+    """In place of the embedding on a later stage: the rows are the stream already."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+class HeadsMatrix(VocabEmbedding):
+    """The same on the last stage of a tied model, where the head uses the embedding's matrix."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+class StreamOut(Elsewhere):
+    """In place of the final norm on an earlier stage: makes the stream that goes to the next one."""
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        # What the next stage's first norm would have added: it begins with the sum, and rounds it no further.
+        return (x if residual is None else x + residual), None
+
+
+class StageLayers(nn.Module):
+    """A model's layers under their own names, of which one stage runs its own."""
+
+    def __init__(self, layers: nn.ModuleList, own: range):
+        super().__init__()
+        for number, layer in enumerate(layers):
+            self.add_module(str(number), layer if number in own else Elsewhere())
+        self._own = own
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self.get_submodule(str(number)) for number in self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage has of a model.
+
+    Attributes:
+        stage: its layers.
+        groups: the KV groups of the whole model, the same on every stage.
+    """
+
+    stage: Stage
+    groups: list[KVGroup]
+
+
+def stage_part(whole: CausalLM, stage: int, stages: int, partition: str | None) -> StagePart:
+    """What a stage of a model has, found from the shapes of all of it; the same on every stage.
+
+    Args:
+        whole: the model, on the meta device.
+        stage: the stage's number, of `stages`.
+        partition: the layers of each stage as the setting gives them; None: divided by `divide_layers`.
+
+    Raises:
+        ConfigError: a model that cannot be divided (so).
+    """
+    decoder = _decoder_of(whole)
+    if partition is None:
+        heads = [m for m in whole.modules() if isinstance(m, LMHead)]
+        head = sum(_num_bytes(head if head.tied_to is None else head.tied_to) for head in heads)
+        bounds = divide_layers([_num_bytes(layer) for layer in decoder.layers], head, stages)
+    else:
+        bounds = read_partition(partition, len(decoder.layers), stages)
+    layers = [(layer.sliding_window, layer.fmt) for layer in whole.attention_layers()]
+    return StagePart(Stage(stage, bounds), group_layers(layers, bounds))
+
+
+def keep_stage(model: CausalLM, part: StagePart) -> None:
+    """Take out of a model all that other stages have, before its weights are made.
+
+    Its `forward` then takes the stream `[rows, hidden_size]` in place of tokens on all but the first stage,
+    and returns it on all but the last.
+
+    Raises:
+        ConfigError: a model that cannot be divided.
+    """
+    decoder, stage = _decoder_of(model), part.stage
+    embedding = decoder.embed_tokens
+    if not stage.is_first:
+        decoder.embed_tokens = StreamIn()  # type: ignore[assignment]
+    if not stage.is_last:
+        decoder.norm = StreamOut()  # type: ignore[assignment]
+        remove_head(model)
+        model.narrows = False
+    elif not stage.is_first:
+        _tie_head(model, decoder, embedding)
+    decoder.layers = StageLayers(decoder.layers, stage.layers)  # type: ignore[assignment]
+    model.gives_states = False
+    model.stage_groups = stage_groups(part.groups, stage.layers)
+
+
+def _decoder_of(model: CausalLM) -> LlamaModel:
+    decoder = next((module for module in model.modules() if isinstance(module, LlamaModel)), None)
+    if decoder is None:
+        how = "" if model.config.implementation == "octavo" else " through Transformers' code"
+        raise ConfigError(
+            f"pipeline_parallel_size: the layers of {model.config.architecture}{how} cannot be divided: "
+            "leave it out, or use tensor_parallel_size"
+        )
+    return decoder
+
+
+def _tie_head(model: CausalLM, decoder: LlamaModel, embedding: VocabEmbedding) -> None:
+    """Give the last stage of a tied model the matrix that its head shares with the first one's embedding."""
+    for module in model.modules():
+        if isinstance(module, LMHead) and module.tied_to is embedding:
+            decoder.embed_tokens = HeadsMatrix(embedding.vocab_size, embedding.hidden_size)
+            module.tie_to(decoder.embed_tokens)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
