@@ -2,8 +2,8 @@
 
     python benchmarks/assisted.py [--layers 20] [--rounds 3] [--tokens 128] [--threads N] [--json FILE]
 
-The target is the embedded default model (its GGUF file read by Transformers, float32), the assistant its
-first `--layers` layers with the target's own norm and head, whose drafts are right as often as that makes
+The target is the embedded default model in float32 (as a module of Transformers), the assistant its first
+`--layers` layers with the target's own norm and head, whose drafts are right as often as that makes
 them. Prompts one by one, greedy, ends of text ignored; both sides compute with the same number of threads and
 take turns. The tokens must be equal; printed are tokens per second, the medians of all rounds.
 """
@@ -20,9 +20,11 @@ from typing import Any
 
 import psutil
 import torch
+from cpu_decode import transformers_model
 
 from octavo import LLM, SamplingParams
 from octavo.models.locate import find_model
+from octavo.tokenization.tokenizer import load_tokenizer
 
 PROMPTS = (
     "Write a story about the sea.",
@@ -30,16 +32,6 @@ PROMPTS = (
     "Explain to a child why it rains.",
     "def get_alpha(self):\n    return self._values['alpha']\n\ndef get_beta(self):\n",
 )
-
-
-def load() -> tuple[Any, Any]:
-    """The target and its tokenizer, by Transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = find_model(None).path
-    given = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(**given)
 
 
 def first_layers(model: Any, count: int) -> Any:
@@ -87,20 +79,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = load()
+    model, tokenizer = transformers_model(torch.float32), load_tokenizer(find_model(None).path)
     draft = first_layers(model, args.layers)
-    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    prompts = [tokenizer.encode(text) for text in PROMPTS[: args.prompts]]
     settings: dict[str, Any] = dict(
         dtype="float32", num_threads=args.threads, max_model_len=1024, enable_prefix_caching=False
     )
-    plain = LLM.from_transformers(model, tokenizer, **settings)
-    assisted = LLM.from_transformers(model, tokenizer, draft, **settings)
+    plain = LLM.from_transformers(model, **settings)
+    assisted = LLM.from_transformers(model, assistant_model=draft, **settings)
     sides = {
         "Transformers": lambda: theirs(model, prompts, args.tokens),
         "Transformers, assisted": lambda: theirs(model, prompts, args.tokens, assistant_model=draft),
