@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.config import EngineConfig, make_config
 from octavo.errors import ConfigError, ModelError
 from octavo.models.held import HeldModel, hold, release
 
@@ -32,6 +33,11 @@ class GivenModules:
         self.folder = Path(tempfile.mkdtemp(prefix="octavo-modules-"))
         try:
             self.settings = {**settings, **self._take_all(model, tokenizer, assistant_model, settings)}
+            if make_config(EngineConfig, self.settings).runs_ranks:
+                raise ConfigError(
+                    "modules are in this process's memory, and ranks run in others: save the model and name "
+                    "its folder, or leave tensor_parallel_size and distributed_executor_backend out"
+                )
         except BaseException:
             self.release()
             self.remove()

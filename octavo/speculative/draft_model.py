@@ -66,6 +66,7 @@ class DraftModel:
         self._follows = np.zeros(num_slots, bool)  # the request's last step drafted
         self._updates: list[BlockUpdate] = []
         self._confidence: Confidence | None = None  # of the drafts that are being made
+        self._judged = np.zeros(0, np.int64)  # drafts that the step judged of those that are drafted for
         self._steps = 0
 
     def enter(self, slots: np.ndarray) -> None:
@@ -82,6 +83,7 @@ class DraftModel:
         known: torch.Tensor,
         updates: list[BlockUpdate],
         threshold: float | None = None,
+        judged: np.ndarray | None = None,
     ) -> Drafted | None:
         """Draft, and write the drafts behind the known tokens of the token table.
 
@@ -95,6 +97,7 @@ class DraftModel:
             known: int64 `[n]` on the device, tokens known.
             updates: new entries of the draft's block tables.
             threshold: as `DraftOrder.threshold`.
+            judged: int32 `[n]` on the host, drafts of each that the step judged; None: nobody's.
 
         Returns:
             Where drafts ended (`requests` are those of this call), if there is a threshold.
@@ -103,6 +106,7 @@ class DraftModel:
         for update in updates:  # a slot whose blocks were taken back begins anew
             self.enter(update.slots[update.columns == 0])
         chosen = np.flatnonzero(counts)
+        self._judged = np.zeros(len(chosen), np.int64) if judged is None else judged[chosen].astype(np.int64)
         if len(chosen):
             if threshold is not None:
                 self._confidence = Confidence(len(chosen), int(counts.max()), threshold, known.device)

@@ -30,7 +30,7 @@ class Pard(DraftModel):
         self._mask = mask_token
         num_slots, device = len(self._table), self._table.device
         self._cached = torch.zeros(num_slots, dtype=torch.int64, device=device)  # known tokens in the cache
-        self._last = np.zeros(num_slots, np.int64)  # drafts of each slot's last pass
+        self._host_sees = device.type == "cpu"  # what the device knows
 
     def _draft(
         self, slots: np.ndarray, counts: np.ndarray, most_known: np.ndarray, known: torch.Tensor
@@ -38,10 +38,10 @@ class Pard(DraftModel):
         follows, counts = self._follows[slots], counts.astype(np.int64)
         slots_d, follows_d = upload(slots.astype(np.int64), known.device), upload(follows, known.device)
         cached = torch.where(follows_d, self._cached[slots_d], known - 2)
-        if known.device.type == "cpu":  # what the device knows, the host may look at
+        if self._host_sees:
             most_known, new = known.numpy(), (known - cached).numpy()
         else:
-            new = np.where(follows, self._last[slots] + 1, 2)
+            new = np.where(follows, self._judged + 1, 2)  # at most
         rows = new + counts - 1
         for part in _parts(rows, self._forward.max_rows):
             index = upload(part, known.device)
@@ -50,7 +50,6 @@ class Pard(DraftModel):
                 cached[index],
             )  # fmt: skip
         self._cached[slots_d] = known
-        self._last[slots] = counts
 
     def _pass(
         self,

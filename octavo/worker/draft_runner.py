@@ -98,7 +98,9 @@ class DraftModelDrafter:
         counts = np.zeros(len(chosen), np.int32) if order is None else order.counts[chosen]
         updates = [] if order is None else order.updates
         threshold = None if order is None else order.threshold
-        drafted = self._draft.propose(plan.slots[chosen], counts, least, most, known, updates, threshold)
+        drafted = self._draft.propose(
+            plan.slots[chosen], counts, least, most, known, updates, threshold, inputs.num_drafts
+        )
         if drafted is not None:
             drafted.requests = chosen[drafted.requests]
         return drafted

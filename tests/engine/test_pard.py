@@ -78,10 +78,22 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(params=[True, False])
+def seen_by_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With False the host works with bounds of what is known, as it does beside a GPU."""
+    init = Pard.__init__
+
+    def made(own: Pard, *args: Any, **kwargs: Any) -> None:
+        init(own, *args, **kwargs)
+        own._host_sees = request.param
+
+    monkeypatch.setattr(Pard, "__init__", made)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_whatever_the_engine_does_beside(
-    settings: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], overlap: bool, seen_by_the_host: None, monkeypatch: pytest.MonkeyPatch
 ):
     watch = Watch(monkeypatch)
     with drafted("llama", "qwen2", async_scheduling=overlap, **settings) as llm:
@@ -164,7 +176,9 @@ def test_adaptive_drafts_change_nothing_either():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("context", [64, tiny.CONTEXT])
-def test_the_ends_of_contexts(context: int, overlap: bool, monkeypatch: pytest.MonkeyPatch):
+def test_the_ends_of_contexts(
+    context: int, overlap: bool, seen_by_the_host: None, monkeypatch: pytest.MonkeyPatch
+):
     """The target's is used to its last token; a draft of a shorter one drafts up to that, and no further."""
     watch = Watch(monkeypatch)
     folder = pard.checkpoint("qwen2", "llama", max_position_embeddings=context)

@@ -233,6 +233,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "float64": (lambda: tiny.build("llama").double(), {}, "in float64"),
     "fewer layers": (lacking, {}, "'model.layers.2.* is missing"),
     "another device": (lambda: tiny.reference("llama"), {"device": "cuda"}, "model is on cpu"),
+    "ranks": (lambda: tiny.reference("llama"), {"tensor_parallel_size": 2}, "ranks run in others"),
+    "no setting": (lambda: tiny.reference("llama"), {"no_setting": 2}, "no setting no_setting"),
     "a draft by name": (
         lambda: tiny.reference("llama"),
         {"draft": tiny.reference("qwen2"), "speculative_model": "x"},

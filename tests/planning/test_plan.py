@@ -22,6 +22,7 @@ from octavo.planning.machines import planned_machine
 from octavo.planning.plan import Layout, Machine, Planner, machine_of
 from octavo.worker.worker import Worker
 from tests import real_models, tiny
+from tests.tiny import pard
 
 GIB = 1 << 30
 LLAMA2_7B = {
@@ -302,10 +303,13 @@ def test_tiny_models_take_what_was_planned(variant: str, settings: dict[str, Any
         ("llama", "llama-tied", {"dtype": "bfloat16", "kv_cache_dtype": "int8", "max_model_len": 96}),
         ("qwen3", "gemma2", {"kv_cache_memory_bytes": 200_000}),
         ("llama", "llama", {"speculative": {"quantization": "int8", "num_speculative_tokens": 9}}),
+        ("llama", "qwen2", {"speculative": {"method": "pard"}}),
     ],
 )
 def test_draft_models_take_what_was_planned(variant: str, draft: str, settings: dict[str, Any]):
     more = {"method": "draft_model", "model": str(tiny.checkpoint(draft)), **settings.get("speculative", {})}
+    if more["method"] == "pard":
+        more["model"] = str(pard.checkpoint(draft))
     rest = {name: value for name, value in settings.items() if name != "speculative"}
     check_measured(model=str(tiny.checkpoint(variant)), speculative_config=more, **rest)
 
