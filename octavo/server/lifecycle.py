@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -183,7 +184,14 @@ def _tell_ready(sock: socket.socket, is_ssl: bool) -> None:
     """Write the line that says where requests are taken."""
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"Octavo is ready: {'https' if is_ssl else 'http'}://{shown}:{port}/v1", flush=True)
+    line = f"Octavo is ready: {'https' if is_ssl else 'http'}://{shown}:{port}/v1"
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk is no reason not to serve
+        logger.warning("%s (standard output takes nothing: %s)", line, error.strerror)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
 
 
 def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:

@@ -1,11 +1,14 @@
-"""The engine's process is killed under a server that starts it again: what clients see."""
+"""The engine's process is killed or stands still under a server; disks are full: what clients see."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -80,3 +83,68 @@ def test_streams_end_with_an_error_and_what_is_queued_goes_on() -> None:
             server.text(return_token_ids=True, ignore_eos=True)["token_ids"] == tiny.greedy("llama", 0)[:48]
         )
         settled(server)
+
+
+def test_a_process_that_stands_still_is_told_ended_and_replaced() -> None:
+    """SIGSTOP: streams end with an error, /health tells why, counters go on, the next engine serves."""
+    options = ("--kv-cache-memory-bytes", "8MiB", "--restart-engine", "--engine-timeout", "2")
+    with octavo(*options) as server:
+        first = server.text(return_token_ids=True, ignore_eos=True)["token_ids"]
+        assert first == tiny.greedy("llama", 0)[: len(first)]
+        before = server.metrics()
+        assert before["octavo:generation_tokens_total"] >= len(first)
+        engine, last = engine_of(server), ""
+        ask = {"prompt": tiny.PROMPTS[0], "max_tokens": 190, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", TEXTS, json=ask) as response:
+            for number, line in enumerate(filter(None, response.iter_lines())):
+                if number == 2:
+                    os.kill(engine, signal.SIGSTOP)
+                if "error" in line:
+                    last = line
+                    health = server.client.get("/health")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_restarting"
+        assert health.status_code == 503 and "it hung: it has given no sign of life for" in health.text
+        down = server.metrics()
+        assert down["octavo:generation_tokens_total"] >= before["octavo:generation_tokens_total"]
+        until = time.monotonic() + 60
+        while server.client.get("/ready").status_code != 200 and time.monotonic() < until:
+            time.sleep(0.1)
+        assert engine_of(server) != engine
+        again = server.text(return_token_ids=True, ignore_eos=True)["token_ids"]
+        assert again == first
+        settled(server)
+        after = server.metrics()
+        for name in ("generation_tokens", "prompt_tokens", "prefix_cache_queries"):
+            name = f"octavo:{name}_total"
+            assert after[name] > before[name] > 0, name
+        assert after["octavo:engine_up"] == 1
+
+
+def test_a_full_disk_for_all_that_is_written_ends_nothing() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "octavo", "serve", str(tiny.checkpoint("llama")), "--port", str(port),
+        "--device", "cpu", "--num-threads", "1", "--dtype", "float32", "--kv-cache-memory-bytes", "8MiB",
+        "--access-log", "/dev/full",
+    ]  # fmt: skip
+    with open("/dev/full", "wb") as full:
+        child = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+            until, status = time.monotonic() + 60, 0
+            while status != 200:
+                assert child.poll() is None and time.monotonic() < until
+                time.sleep(0.1)
+                with contextlib.suppress(httpx.ConnectError):
+                    status = client.get("/ready").status_code
+            body = {"prompt": tiny.PROMPTS[0], "max_tokens": 4, "no_such_field": 1, "return_token_ids": True}
+            answer = client.post(TEXTS, json=body | {"temperature": 0, "ignore_eos": True})
+            assert answer.json()["choices"][0]["token_ids"] == tiny.greedy("llama", 0)[:4]
+            assert client.get("/health").status_code == 200
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
