@@ -17,15 +17,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from octavo.engine.draft_stops import DraftStops
-from octavo.engine.drafting import Drafting, HostDrafting
+from octavo.engine.draft_choice import choose_drafting
 from octavo.engine.grammar_run import GrammarRun
-from octavo.engine.head_drafting import HeadDrafting
 from octavo.engine.limits import SchedulerLimits
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.micro_batches import MicroBatches
 from octavo.engine.outlook import Outlook
-from octavo.engine.parallel_drafting import ParallelDrafting
 from octavo.engine.request import Request, extras_of
 from octavo.engine.results import take_in
 from octavo.engine.sharing import give, share
@@ -35,11 +32,11 @@ from octavo.engine.tables import (
     TableChanges,
     extend,
     free_passed,
+    give_back_spare,
     grow_by_one,
     keep_running,
 )
 from octavo.engine.trials import TrialQueue, Trials
-from octavo.engine.worker_drafting import WorkerDrafting
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import (
@@ -51,10 +48,6 @@ from octavo.messages import (
     StepResult,
 )
 from octavo.speculative.proposer import HostProposer
-
-_WORKER_DRAFTING: dict[str, type[WorkerDrafting]] = {"eagle3": HeadDrafting, "pard": ParallelDrafting}
-# Rows of logits that drafts may bring a step to where fewer requests than that may run.
-_LOGITS_ROWS = 64
 
 
 class Scheduler:
@@ -82,20 +75,7 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
-        self.drafting: Drafting | None = None
-        rows = max(limits.max_num_seqs, min(_LOGITS_ROWS, limits.max_num_batched_tokens))
-        bounds = (limits.num_speculative_tokens, limits.adaptive_drafts, rows)
-        if proposer is not None:
-            self.drafting = HostDrafting(proposer, self._slots, *bounds)
-        elif draft_blocks is not None:
-            budget = limits.max_num_batched_tokens
-            kind = _WORKER_DRAFTING.get(limits.draft_method, WorkerDrafting)
-            stops = None
-            if limits.stops_drafts:
-                stops = DraftStops(
-                    limits.max_num_seqs, limits.num_speculative_tokens, limits.draft_confidence
-                )
-            self.drafting = kind(draft_blocks, self._slots, *bounds, budget, draft_max_model_len, stops)
+        self.drafting = choose_drafting(limits, self._slots, proposer, draft_blocks, draft_max_model_len)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()
@@ -268,8 +248,9 @@ class Scheduler:
         """Give every scheduled row its blocks; returns whether requests were preempted for that.
 
         Blocks that windows have passed are freed first. Where blocks are short, a prompt gets fewer rows
-        (`rows` is changed); where there are none, requests leave from the end of the order. A request gets
-        no rows if copies under way hold as many blocks as it needs.
+        (`rows` is changed); where there are none, those are taken in which drafts were that did not stand,
+        then requests leave from the end of the order. A request gets no rows if copies under way hold as many
+        blocks as it needs.
         """
         if self.kv.has_windows:
             free_passed(self._slots, self.kv, run)
@@ -287,6 +268,8 @@ class Scheduler:
                 if room > 0 or not may_preempt:
                     rows[i] = room
                     break
+                if give_back_spare(self._slots, self.kv, run, rows):
+                    continue
                 if self.kv.offloading is not None:
                     soon = self.kv.offloading.num_held() if soon < 0 else soon
                     if soon < len(updates) and (freed := self._give_up_loading()) is not None:

@@ -37,6 +37,22 @@ def free_passed(slots: Slots, kv: KVManager, own: np.ndarray) -> None:
         slots.passing[slot] = kv.free_passed(slots.at(slot).seq, position)
 
 
+def give_back_spare(slots: Slots, kv: KVManager, run: np.ndarray, rows: np.ndarray) -> int:
+    """Free the blocks in which drafts of requests in slots `run` were that did not stand; how many that were.
+
+    Args:
+        rows: int32 `[n]`, that the next step computes of each.
+    """
+    ends = np.maximum(slots.num_tokens[run], slots.num_computed[run] + rows)
+    spare, freed = np.flatnonzero(slots.capacity[run] - ends >= kv.block_size), 0
+    for slot, end in zip(run[spare].tolist(), ends[spare].tolist(), strict=True):
+        request = slots.requests[slot]
+        if request is not None:
+            freed += kv.shrink(request.seq, end)
+            slots.capacity[slot] = kv.capacity(request.seq)
+    return freed
+
+
 def extend(slots: Slots, kv: KVManager, slot: int, end: int, changes: Sequence[TableChanges]) -> int:
     """Extend a request's tables to hold `end` tokens, or what there are blocks for; returns that."""
     seq = slots.at(slot).seq

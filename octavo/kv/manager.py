@@ -339,6 +339,17 @@ class KVManager:
             blocks -= 1
         return min(num_tokens, blocks * self.block_size)
 
+    def shrink(self, seq: Sequence, num_tokens: int) -> int:
+        """Free the blocks behind those of so many tokens, in which no step in flight writes; how many that
+        were."""
+        keep, freed = blocks_of(num_tokens, self.block_size), 0
+        for table in seq.tables:
+            extra = table[keep:]
+            del table[keep:]
+            self.pool.release(extra)
+            freed += len(extra)
+        return freed
+
     def free_passed(self, seq: Sequence, num_computed: int) -> int:
         """Free blocks before the windows of all rows from position `num_computed` on.
 

@@ -1,10 +1,12 @@
 """Drafts in the scheduler, over the pretend model: tokens, counts, limits, blocks."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from octavo.kv.manager import KVManager
 from octavo.sampling_params import SamplingParams
 from tests.engine import simulation as sim
 
@@ -144,7 +146,7 @@ def test_drafts_where_blocks_are_short_preempt_no_more_than_no_drafts(right: flo
         preempted = 0
         for seed in range(12):
             draw = random.Random(seed)
-            settings = dict(num_blocks=30, enable_prefix_caching=False, check_invariants=False)
+            settings = dict(num_blocks=30, enable_prefix_caching=False, check_invariants=seed < 3)
             core = core_with(drafts, right, **settings) if drafts else sim.make_core(**settings)
             asked = [
                 ([draw.randrange(1000) for _ in range(draw.randint(4, 30))], draw.randint(5, 60))
@@ -158,3 +160,27 @@ def test_drafts_where_blocks_are_short_preempt_no_more_than_no_drafts(right: flo
             preempted += core.stats().num_preemptions
         counts.append(preempted)
     assert counts[0] >= counts[1] > 0, counts
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 16)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_of_drafts_that_did_not_stand_are_given_back_first(
+    overlap: bool, windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+):
+    freed = []
+    shrink = KVManager.shrink
+
+    def watched(kv: KVManager, seq: Any, num_tokens: int) -> int:
+        freed.append(shrink(kv, seq, num_tokens))
+        return freed[-1]
+
+    monkeypatch.setattr(KVManager, "shrink", watched)
+    settings = dict(num_blocks=30 * len(windows), windows=windows, async_scheduling=overlap)
+    core = core_with(16, 0.2, **settings)
+    for i in range(24):
+        core.add(sim.request(f"r{i}", [i] * (5 + i), 60))
+    outputs = sim.run(core)
+    for i in range(24):
+        assert sim.tokens_of(outputs[f"r{i}"]) == sim.expected([i] * (5 + i), 60)
+    assert sum(freed) > 0 and core.stats().num_preemptions > 0
+    assert core.stats().kv_blocks_used == 0

@@ -10,8 +10,8 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from tests import tiny
+from tests.engine import speculative_methods
 from tests.engine.test_llm_parity import GREEDY, expected, generate, make
-from tests.tiny import eagle3
 
 RATES = [0.8, 0.6, 0.4]
 # In which there is something to find for look-ups, whatever comes.
@@ -19,15 +19,11 @@ PROMPT = [token for token in range(5, 90) for _ in range(2)]
 
 
 def config(method: str, **more: Any) -> dict[str, Any]:
-    model = {"draft_model": tiny.checkpoint("qwen2"), "eagle3": eagle3.head("speculators")}.get(method)
-    given = {"method": method, "adaptive": False, "synthetic_acceptance": RATES, **more}
-    if method == "ngram":
-        given["prompt_lookup_min"] = 1
-    return given if model is None else {**given, "model": str(model)}
+    return speculative_methods.config(method, len(RATES), **{"synthetic_acceptance": RATES, **more})
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3"])
+@pytest.mark.parametrize("method", speculative_methods.METHODS)
 def test_drafts_stand_as_often_as_asked(method: str, overlap: bool, caplog: pytest.LogCaptureFixture):
     params = SamplingParams(temperature=0.0, seed=3, max_tokens=60, ignore_eos=True, detokenize=False, n=8)
     settings: dict[str, Any] = dict(speculative_config=config(method), async_scheduling=overlap)
@@ -42,7 +38,7 @@ def test_drafts_stand_as_often_as_asked(method: str, overlap: bool, caplog: pyte
     if method != "suffix":  # which drafts otherwise once there are outputs
         assert [c.token_ids for c in first.outputs] == [c.token_ids for c in again.outputs]
     by_place = np.array(stats.spec_accepted_per_pos)
-    if method in ("draft_model", "eagle3"):  # which draft all that was asked, up to a request's end
+    if method not in ("ngram", "suffix"):  # which draft all that was asked, up to a request's end
         tried = np.array([stats.spec_drafts, *by_place[:-1]])
         assert np.all(np.abs(by_place / tried - RATES) < 4 * np.sqrt(0.25 / tried) + 0.02)
     else:
