@@ -7,6 +7,7 @@ which keep the same tables of requests.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,6 +44,11 @@ class Stage:
     def is_last(self) -> bool:
         """Whether logits are made here."""
         return self.number == len(self.bounds) - 2
+
+    def describe(self) -> str:
+        """One line for the log, the same on every stage."""
+        counts = [str(stop - first) for first, stop in itertools.pairwise(self.bounds)]
+        return f"{len(counts)} ({' + '.join(counts)} layers)"
 
 
 class StageGroup:

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kernels.cpu import ops as cpu_kernels
 from octavo.kv.capacity import token_capacity
 from octavo.kv.format import KVGroup
-from octavo.kv.groups import describe_pool, page_bytes
+from octavo.kv.groups import page_bytes
 from octavo.kv.keys import root_key
 from octavo.layers.rotary import rope_variant
 from octavo.messages import ModelFacts, StepPlan
@@ -38,7 +38,7 @@ from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.planning.budget import useful_blocks, with_slack
 from octavo.planning.ledger import Ledger
-from octavo.quantization.checkpoint_method import describe_modes, mode_of
+from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.local_hardware import hardware_of
 from octavo.sampling_params import SamplingParams
 from octavo.speculative_config import SpeculativeConfig
@@ -62,6 +62,7 @@ from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
 from octavo.worker.stage_link import StageLink
 from octavo.worker.stage_runner import StageRunner
+from octavo.worker.summary import describe
 from octavo.worker.weight_bytes import kept_weight_bytes, step_weight_bytes, weight_tensors
 
 logger = logging.getLogger(__name__)
@@ -157,15 +158,7 @@ class Worker:
             step_weight_bytes=step_weight_bytes(self.model),
             summary={
                 "model": source.name,
-                "architecture": self._describe_architecture(),
-                "device": self._describe_device(threads),
-                "dtype": self.dtype,
-                "weights": self._describe_weights(),
-                "attention": self.model.attention_layers()[0].backend.name,
-                "kv cache": self._describe_cache(),
-                **({} if self.tiers is None else self._describe_tiers(self.tiers)),
-                "decode steps": self._describe_decoding(),
-                **self._describe_drafts(),
+                **describe(self, threads),
                 "memory": memory.line(),
                 "loading": f"{loaded - begin:.2f} s",
                 **({} if compiler is None else {"kernels": f"{compiled - loaded:.2f} s"}),
@@ -282,24 +275,6 @@ class Worker:
         whole = self.groups if self.part is None else self.part.groups  # the same on every stage
         groups = [f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in whole]
         return ";".join(groups if self.kv_scales is None else [*groups, self.kv_scales.digest])
-
-    def _describe_cache(self) -> str:
-        fmt, pool = self.groups[0].format, describe_pool(self.groups, self.facts.num_blocks)
-        kind = fmt.dtype + (" with offsets" if fmt.offset else "")
-        return f"{kind}, {pool}" if self.kv_scales is None else f"{kind}, {self.kv_scales.origin}, {pool}"
-
-    def _describe_tiers(self, tiers: KVTiers) -> dict[str, str]:
-        return {**tiers.describe(), "prefill": f"{self.facts.prefill_rate:.0f} tokens/s"}
-
-    def _describe_decoding(self) -> str:
-        if self.runner.recorded is not None:
-            return "recorded at first use"
-        return "CUDA graphs, recorded at first use" if self.runner.graphs else "eager"
-
-    def _describe_drafts(self) -> dict[str, str]:
-        speculative = self.config.speculative
-        name = None if self.draft is None else self.draft.name
-        return {} if speculative is None else {"speculation": speculative.describe(name)}
 
     def _arithmetic(self) -> str:
         """What decides how KV values are rounded: for the root of their keys."""
@@ -608,23 +583,6 @@ class Worker:
         """
         return first_step(self.groups, self.config.block_size, num_rows, params, num_computed)
 
-    def _describe_architecture(self) -> str:
-        model = self.model_config
-        return model.architecture + (" through transformers" if model.implementation != "octavo" else "")
-
-    def _describe_weights(self) -> str:
-        if self.quantization is None:
-            return "as dtype"
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        nbytes = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
-        described = {"gguf": "as the GGUF file encodes them", "half": "16-bit floats as the checkpoint's"}
-        if self.quantization.rules:
-            modes = describe_modes(self.quantization, hardware_of(self.device))
-            kept = f"{self.quantization.title}: {'; '.join(modes)}"
-        else:
-            kept = described.get(self.quantization.format, self.quantization.format)
-        return f"{kept} ({nbytes / 1e6:.0f} MB)"
-
     def _describe_quantization(self) -> str | None:
         """How weights are rounded, and what is computed with them."""
         if self.quantization is None or not self.quantization.rules:
@@ -633,11 +591,6 @@ class Worker:
         config = self.quantization
         modes = (f"{scheme.name}:{mode_of(config, scheme, hardware).mode}" for scheme in config.schemes)
         return ",".join((config.title, *modes))
-
-    def _describe_device(self, threads: int) -> str:
-        if self.device.type == "cuda":
-            return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
-        return f"cpu ({threads} threads)"
 
 
 def _prepare_triton() -> None:

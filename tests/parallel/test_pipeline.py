@@ -12,6 +12,7 @@ import pytest
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.engine import core as core_module
 from octavo.errors import ConfigError, RequestFailedError
+from octavo.kv.capacity import request_blocks
 from octavo.messages import StepPlan
 from octavo.worker import worker as worker_module
 from octavo.worker.model_runner import ModelRunner
@@ -109,13 +110,16 @@ def test_preemption_and_little_memory():
 @pytest.mark.parametrize("variant", ["llama", "gemma3"])
 def test_host_tier(variant, monkeypatch):
     monkeypatch.setattr(worker_module, "prefill_rate", lambda *_: 1e-3)  # copying always pays
-    with staged(variant, block_size=8) as llm:
+    settings = dict(block_size=8, max_num_batched_tokens=16, look_ahead_admission=False)
+    with staged(variant, **settings) as llm:
         groups = llm.facts.groups
-    blocks, piece = 22 * len(groups), groups[0].format.layer_block_bytes()
-    memory = dict(
-        kv_cache_memory_bytes=blocks * 2 * piece, block_size=8, swap_space=4 * blocks * piece / 2**30
-    )
-    with staged(variant, **memory, look_ahead_admission=False) as llm:
+    # Room for the longest request, and not for all of them.
+    blocks = request_blocks(groups, max(map(len, tiny.PROMPTS)) + tiny.NEW_TOKENS, rows=16) + len(groups)
+    piece = groups[0].format.layer_block_bytes()
+    layers = max(len([i for i in group.layers if i < 2]) for group in groups)  # of the larger stage
+    memory = dict(kv_cache_memory_bytes=blocks * layers * piece, swap_space=4 * blocks * piece / 2**30)
+    with staged(variant, pp_layer_partition="2,1", **settings, **memory) as llm:
+        assert llm.facts.num_blocks == blocks
         for _ in range(2):
             assert generate(llm, tiny.PROMPTS[::-1]) == expected(variant)[::-1]
         stats = llm.stats()
