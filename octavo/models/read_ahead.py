@@ -35,10 +35,10 @@ class AsRead(Iterator[tuple[str, torch.Tensor]]):
 LEAST_RUN = 64 << 10
 """Bytes from which on a run of a tensor is read apart from what lies before and after it.
 
-Shorter are a rank's pieces of the rows of a matrix that is split by columns, which is read as a whole: for
-two ranks of one host, pieces of 14 KiB took 6.7 and 8.0 s from a cold disk where whole matrices took 4.6 and
-4.4 s (7.6 and 5.1 s where all was in the page cache). The disk is read once either way: ranks share the page
-cache."""
+Shorter are a rank's pieces of the rows of a matrix that is split by columns, which is read as a whole: two
+ranks of one host took 5.2 and 5.8 s for 1.6 GB from a cold disk, with pieces of 8 KiB 8.6 s twice, and 1.4 s
+of CPU instead of 1.7 (`benchmarks/rank_loading.py --run-kib 64 4`, on a busy machine). The disk is read once
+either way, since ranks share the page cache."""
 
 
 class Span(NamedTuple):

@@ -20,7 +20,6 @@ from octavo.planning.budget import draft_blocks
 from octavo.speculative_config import SpeculativeConfig
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.device import DTYPES, choose_quantization
-from octavo.worker.expert_parallel import expert_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +161,6 @@ def fill_draft(
         block_size=config.block_size,
         quantization=quantization,
         batch_invariant=config.batch_invariant,
-        expert_parallel=expert_parallel(config, architecture),
     )
     half = quantization is not None and quantization.format == "half"
     given = architecture.dtype if config.load_format == "dummy" and half else dtype

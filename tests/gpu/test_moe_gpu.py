@@ -34,6 +34,18 @@ def test_odd_sizes(rows: int, dtype: torch.dtype, among: int | None) -> None:
     assert moe_cases.error(moe.experts(*case), case) < moe_cases.TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_experts_of_other_ranks_add_nothing(rows: int) -> None:
+    case = moe_cases.make(rows, 12, 3, 200, 72, torch.float16, "cuda")
+    whole = torch.zeros(rows, 200, device="cuda")
+    for borders in ((0, 4), (4, 11), (11, 12)):
+        part = moe_cases.of_a_rank(case, *borders)
+        got = moe.experts(*part)
+        assert (got - moe_cases.wanted(part)).abs().max() < 0.05
+        whole += got
+    assert moe_cases.error(whole, case) < 2 * moe_cases.TOLERANCE[torch.float16]
+
+
 def test_route() -> None:
     g = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(1000, 256, generator=g, device="cuda")
