@@ -1,7 +1,7 @@
-"""How long tensor-parallel ranks take to load a checkpoint beside each other, and what they read of the disk.
+"""How long tensor-parallel ranks take to load a checkpoint beside each other, and what is read of the disk.
 
-Writes the checkpoint of `benchmarks/loading.py` into `--folder` unless it is there. Each rank is a process with
-one thread, which begins when all are ready, and loads without repacking (that is work on what was read). Cold:
+Writes the checkpoint of `benchmarks/loading.py` into `--folder` unless it is there. Each rank is a process of
+one thread, which begins when all are ready, and loads without repacking (work on what was read). Cold:
 the page cache was told to forget the files. `--run-kib`: the least size of a run that is read apart from what
 lies beside it (`octavo.models.read_ahead.LEAST_RUN`); with 4, so are the pieces of `down_proj`'s rows.
 

@@ -94,6 +94,8 @@ def gguf_weights(
         shape = (len(rows), *tensor.shape[1:])
 
         def make() -> torch.Tensor:
+            if targets[name].regions == ():  # passed over
+                return torch.empty(tensor.shape, dtype=dtype, device="meta")
             per_row = tensor.nbytes // tensor.shape[0]
             begin = tensor.offset + rows.start * per_row
             with files[tensor.path].reading(begin, len(rows) * per_row) as raw:

@@ -21,7 +21,10 @@ class UnusedHead(Layer):
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         shapes = {"weight": self._shape, "bias": self._shape[:1]}
-        return {f"{prefix}.{name}": LoadTarget(shape, _pass_over, True) for name, shape in shapes.items()}
+        return {
+            f"{prefix}.{name}": LoadTarget(shape, _pass_over, True, regions=())
+            for name, shape in shapes.items()
+        }
 
 
 def _pass_over(tensor: torch.Tensor) -> None:

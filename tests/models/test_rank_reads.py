@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from octavo.models.locate import find_model
 from octavo.models.mapped_file import MappedFile
 from octavo.models.quantized import checkpoint_quantization
 from octavo.models.safetensors_file import list_files, read_header
+from octavo.models.stage import stage_part
 from octavo.parallel.state import TensorParallelGroup, use_group
 from octavo.quantization.scheme import setting
 from tests import tiny
@@ -52,15 +54,20 @@ class Watched:
         return watched
 
 
-def load(folder: Path, group: TensorParallelGroup, expert_parallel: bool = False) -> tuple[CausalLM, int]:
-    """A rank's model, and the bytes of its parameters before any was repacked."""
+def load(
+    folder: Path, group: TensorParallelGroup, expert_parallel: bool = False, stage: int | None = None
+) -> tuple[CausalLM, int]:
+    """A rank's model (or what it has on a stage of two), and the bytes of its parameters before any was
+    repacked."""
     source = find_model(str(folder))
     config = load_model_config(source)
+    build = partial(
+        build_model, config, dtype=torch.float32, max_model_len=64, block_size=8,
+        quantization=checkpoint_quantization(source, config, "auto"), expert_parallel=expert_parallel,
+    )  # fmt: skip
     with use_group(group):
-        model = build_model(
-            config, dtype=torch.float32, device="cpu", max_model_len=64, block_size=8,
-            quantization=checkpoint_quantization(source, config, "auto"), expert_parallel=expert_parallel,
-        )  # fmt: skip
+        part = None if stage is None else stage_part(build(device="meta"), stage, 2, None)
+        model = build(device="cpu", part=part)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     given = iterate_weights(source, config, load_targets(model), "auto", torch.float32, "cpu", progress=False)
     load_weights(model, given)
@@ -101,6 +108,19 @@ def test_a_rank_reads_the_bytes_that_it_keeps(
         assert not (watched.touched & ~watched.stored).any()
         assert int(watched.touched.sum()) == kept
         everyone |= watched.touched
+    assert (everyone == watched.stored).all()
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "mixtral"])
+def test_a_stage_reads_its_own_layers(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two stages of two ranks, with whole experts."""
+    watched, everyone = Watched(tiny.checkpoint(variant), monkeypatch), 0
+    for stage in range(2):
+        for rank in range(2):
+            watched.touched[:] = False
+            _, kept = load(tiny.checkpoint(variant), TensorParallelGroup(rank, 2), True, stage)
+            assert int(watched.touched.sum()) == kept
+            everyone |= watched.touched
     assert (everyone == watched.stored).all()
 
 
