@@ -110,7 +110,7 @@ def test_logits_at_every_position_are_those_of_transformers(
 ):
     """Rounding is magnified here: the residual stream of a first token reaches 22000."""
     if not packed:
-        monkeypatch.setattr(linear_method, "packs", lambda weight: False)
+        monkeypatch.setattr(linear_method, "packs", lambda *_: False)
     model = octavo_model(default_model)
     texts = [llm.get_tokenizer().encode(text) for text in PROMPTS]
     want = [transformers_model(torch.tensor([ids])).logits[0] for ids in texts]

@@ -137,7 +137,7 @@ def test_logits_at_every_position_are_those_of_transformers(
     packed: bool, tolerance: float, path: Path, llm: LLM, theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packed:
-        monkeypatch.setattr(linear_method, "packs", lambda weight: False)
+        monkeypatch.setattr(linear_method, "packs", lambda *_: False)
     # Not the Chinese prompt: Qwen magnifies rounding there (its residual stream reaches 1977), so that
     # Transformers' own eager and SDPA attention in float32 err from float64 by 3.3e-4 and 2.3e-4.
     texts = [llm.get_tokenizer().encode(text)[:600] for text in PROMPTS if text.isascii()]
