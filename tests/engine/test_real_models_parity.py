@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
 from octavo.quantization import linear_method
 from tests.models.paged import PagedRun
-from tests.models.parity import read
+from tests.models.parity import assert_as_exact, read
 from tests.real_models import GEMMA3_270M, QWEN25_CODER_05B, RealModel, fetch
 
 pytestmark = pytest.mark.slow
@@ -128,21 +129,20 @@ def test_64_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: Any) -> No
             assert output.outputs[0].token_ids == tokens, f"smallest lead in Transformers: {lead:.1e}"
 
 
-# oneDNN's sums over packed weights round twice as much as `F.linear`'s, and Gemma's logits reach 30:
-# against Transformers in float64 its head alone errs by 1.1e-4, all the rest by 5e-5, as Transformers does.
 @pytest.mark.proves("logits at every position")
-@pytest.mark.parametrize(("packed", "tolerance"), [(False, 1e-4), (True, 1.5e-4)], ids=["plain", "packed"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @torch.inference_mode()
 def test_logits_at_every_position_are_those_of_transformers(
-    packed: bool, tolerance: float, path: Path, llm: LLM, theirs: Any, monkeypatch: pytest.MonkeyPatch
+    packed: bool, path: Path, llm: LLM, theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not packed:
-        monkeypatch.setattr(linear_method, "packs", lambda *_: False)
-    # Not the Chinese prompt: Qwen magnifies rounding there (its residual stream reaches 1977), so that
-    # Transformers' own eager and SDPA attention in float32 err from float64 by 3.3e-4 and 2.3e-4.
-    texts = [llm.get_tokenizer().encode(text)[:600] for text in PROMPTS if text.isascii()]
+    """Qwen magnifies rounding in the Chinese prompt: its residual stream reaches 1977."""
+    texts = [llm.get_tokenizer().encode(text)[:600] for text in PROMPTS]
     assert len(texts[-1]) > 512
     want = [theirs(torch.tensor([ids])).logits[0] for ids in texts]
+    exact_model = deepcopy(theirs).double()
+    exact = [exact_model(torch.tensor([ids])).logits[0] for ids in texts]
+    del exact_model
+    if not packed:
+        monkeypatch.setattr(linear_method, "packs", lambda *_: False)
     model = read(path, backend="cpu", block_size=16, max_model_len=1024)
-    for a, b in zip(PagedRun(model, len(texts), 608).prompts(texts, 100), want, strict=True):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+    assert_as_exact(PagedRun(model, len(texts), 608).prompts(texts, 100), want, exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +44,17 @@ def read(
         model, iterate_weights(source, config, targets, load_format, torch.float32, "cpu", progress=False)
     )
     return model
+
+
+def assert_as_exact(
+    ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> None:
+    """Logits of texts in float32 err from those in float64 by no more than `TOLERANCE`, or three times what
+    Transformers errs by: how much rounding is magnified is the model's and the text's, not the engine's."""
+    for ours_, theirs_, exact_ in zip(ours, theirs, exact, strict=True):
+        allowed = max(TOLERANCE, 3 * float((theirs_.double() - exact_).abs().max()))
+        error = float((ours_.double() - exact_).abs().max())
+        assert error <= allowed, f"{error:.2e} from float64, and {allowed:.2e} is allowed"
 
 
 def check(model: CausalLM, variant: str, chunk: int = 1000, prompts: list[list[int]] | None = None) -> None:
