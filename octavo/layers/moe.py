@@ -86,9 +86,7 @@ class Experts(Layer):
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
         self.group = build.group
-        stored = in_block(prefix, self.block) if self.block else prefix
-        names = {matrix: f"{stored}.0.{name}" for matrix, name in zip(_MATRICES, self.names, strict=True)}
-        self.method = build.experts_method(prefix, names)
+        self.method = build.experts_method(prefix, self.first_names(prefix))
         total, count = self.moe.expert_size, self.moe.num_experts
         whole = build.expert_parallel and self.group.size > 1
         self.local = local_experts(count, self.group) if whole else range(count)
@@ -100,6 +98,11 @@ class Experts(Layer):
         here = [i - self.local.start if i in self.local else len(self.local) for i in range(count)]
         numbers = torch.tensor(here, dtype=torch.int32, device=build.device) if whole else None
         self.register_buffer("numbers", numbers, persistent=False)
+
+    def first_names(self, prefix: str) -> dict[Matrix, str]:
+        """What a checkpoint calls the first expert's matrices."""
+        stored = in_block(prefix, self.block) if self.block else prefix
+        return {matrix: f"{stored}.0.{name}" for matrix, name in zip(_MATRICES, self.names, strict=True)}
 
     def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
         count, inner, hidden = self.moe.num_experts, self.moe.expert_size, self.hidden_size

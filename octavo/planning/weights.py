@@ -13,6 +13,7 @@ from torch import nn
 from octavo.layers.embedding import LMHead, VocabEmbedding
 from octavo.layers.latent_attention_linear import LatentUpProjection
 from octavo.layers.layer import Layer, sibling
+from octavo.layers.moe import Experts
 from octavo.models.config import ModelConfig
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_weights import named_tensors
@@ -20,6 +21,7 @@ from octavo.models.interface import CausalLM
 from octavo.models.loading import load_targets
 from octavo.models.locate import ModelSource
 from octavo.quantization.embedding_method import embedding_method
+from octavo.quantization.experts_method import experts_method
 from octavo.quantization.gguf_blocks import ENCODINGS
 from octavo.quantization.linear_method import LinearMethod, StoredRows, cpu_lacks, linear_method
 from octavo.quantization.scheme import QuantizationConfig, WeightScheme
@@ -95,6 +97,9 @@ def weight_bytes(
             _add_matrix(
                 out, name, module, source or module, names, stored, given, quantization, dtype, device
             )
+        if isinstance(module, Experts) and quantization is not None:
+            _add_experts(out, name, module, quantization, dtype, device)
+            seen.update(map(id, module.parameters()))
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or tensor is matrix or id(tensor) in seen:
                 continue
@@ -106,6 +111,23 @@ def weight_bytes(
             if tensor.is_floating_point() and not key.endswith("cos_sin"):
                 out.num_parameters += tensor.numel()
     return out
+
+
+def _add_experts(
+    out: WeightBytes,
+    name: str,
+    layer: Experts,
+    quantization: QuantizationConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    names = layer.first_names(name)
+    method = experts_method(quantization, name, names)
+    sizes = (len(layer.local), layer.hidden_size, layer.shard.size)
+    scheme = next((found for n in names.values() if (found := quantization.scheme_for(n)) is not None), None)
+    kind = str(dtype).removeprefix("torch.") if scheme is None else scheme.name
+    out.add(name, kind, method.kept_bytes(*sizes, dtype, device))
+    out.num_parameters += sum(parameter.numel() for parameter in layer.parameters())
 
 
 def _has_method(module: nn.Module) -> bool:
@@ -139,7 +161,8 @@ def _add_matrix(
     if quantization is not None and quantization.format == "half":  # what is encoded otherwise comes expanded
         parts = [(n, kind if type_name in ENCODINGS else type_name) for n, type_name in parts]
     tied = source is not layer
-    nbytes = (method.tied_bytes if tied else method.kept_bytes)(parts, columns, dtype, device)
+    kept = method.kept_columns(columns, getattr(source, "in_features", columns), device)
+    nbytes = (method.tied_bytes if tied else method.kept_bytes)(parts, kept, dtype, device)
     if quantization is not None and quantization.format == "int8":
         kind = "int8"
     elif quantization is not None and (scheme := _scheme(quantization, name, apart)) is not None:

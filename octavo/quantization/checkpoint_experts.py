@@ -14,6 +14,7 @@ from octavo.quantization import experts_method
 from octavo.quantization.capability import Hardware, Running
 from octavo.quantization.checkpoint_method import (
     layout_of,
+    matrix_bytes,
     mode_of,
     of_mode,
     scheme_at,
@@ -114,6 +115,19 @@ class CheckpointExperts(ExpertsMethod):
         if hardware.kind == "cpu":  # whose kernels take all or nothing
             return any(mode is None or mode.mode == "dequantized" for mode in modes)
         return all(mode is None or mode.mode == "dequantized" for mode in modes)
+
+    def kept_bytes(
+        self, num_experts: int, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        if self._expands(hardware_of(device)):
+            return super().kept_bytes(num_experts, hidden_size, inner_size, dtype, device)
+        sizes = {"gate": (inner_size, hidden_size), "up": (inner_size, hidden_size)}
+        sizes["down"] = (hidden_size, inner_size)
+        one = sum(
+            matrix_bytes(self.config, rule, *sizes[matrix], dtype, device)
+            for matrix, rule in self.rules.items()
+        )
+        return num_experts * one
 
     def checkpoint_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         stored = self.stored("gate", out_features, in_features)

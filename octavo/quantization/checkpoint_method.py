@@ -16,7 +16,7 @@ from octavo.kernels.reference_lowbit import FP8
 from octavo.quantization import capability
 from octavo.quantization.capability import Hardware, Running
 from octavo.quantization.checkpoint_runners import DenseRunner, MatricesRunner, PackedRunner, Runner, packable
-from octavo.quantization.layout import DenseLayout, Layout
+from octavo.quantization.layout import LEAST_GROUP, DenseLayout, Layout
 from octavo.quantization.layout_bitsandbytes import Bits4Layout, Int8Layout
 from octavo.quantization.layout_compressed_tensors import CompressedLayout, Fp8Layout, PackedLayout
 from octavo.quantization.layout_gptq import AWQLayout, GPTQLayout
@@ -287,6 +287,16 @@ class CheckpointMethod(LinearMethod):
         rows = [(n, rule) for (n, _), rule in zip(parts, rules, strict=True)]
         return self._bytes(rows, columns, dtype, device)
 
+    def kept_columns(self, columns: int, whole: int, device: torch.device) -> int:
+        scheme = next((rule.scheme for rule in self._part_rules() if rule is not None), None)
+        if scheme is None or not scheme.act_order or scheme.group_size is None or columns == whole:
+            return columns
+        if mode_of(self.config, scheme, hardware_of(device)).mode == "dequantized":
+            return columns
+        # Each group is filled up to a multiple of 32, on average by half of that.
+        filled = columns + -(-whole // scheme.group_size) * LEAST_GROUP // 2
+        return -(-filled // LEAST_GROUP) * LEAST_GROUP
+
     def _bytes(
         self,
         parts: Sequence[tuple[int, Rule | None]],
@@ -295,23 +305,26 @@ class CheckpointMethod(LinearMethod):
         device: torch.device,
     ) -> int:
         """Bytes of parts of so many rows each."""
-        total = 0
-        width = 2 if self.config.dense == "half" else dtype.itemsize
-        for rows, rule in parts:
-            scheme = None if rule is None else rule.scheme
-            if scheme is None:
-                total += rows * columns * width
-                continue
-            hardware = hardware_of(device)
-            if mode_of(self.config, scheme, hardware).mode == "dequantized":
-                total += rows * columns * width
-            elif hardware.kind == "cpu":
-                total += PackedRunner.bytes_of(scheme, rows, columns)
-            else:
-                scheme = scheme_at(self.config, scheme, columns)
-                blank = blank_matrix(scheme, rows, columns, dtype, torch.device("meta"))
-                total += sum(tensor.nbytes for tensor in blank.tensors.values())
-        return total
+        return sum(matrix_bytes(self.config, rule, rows, columns, dtype, device) for rows, rule in parts)
+
+
+def matrix_bytes(
+    config: QuantizationConfig,
+    rule: Rule | None,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes of so many rows and columns by a rule, as a device keeps them beside activations of `dtype`."""
+    scheme = None if rule is None else rule.scheme
+    hardware = hardware_of(device)
+    if scheme is None or mode_of(config, scheme, hardware).mode == "dequantized":
+        return rows * columns * (2 if config.dense == "half" else dtype.itemsize)
+    if hardware.kind == "cpu":
+        return PackedRunner.bytes_of(scheme, rows, columns)
+    blank = blank_matrix(scheme_at(config, scheme, columns), rows, columns, dtype, torch.device("meta"))
+    return sum(tensor.nbytes for tensor in blank.tensors.values())
 
 
 def _is_parted(matrix: Matrix) -> bool:

@@ -84,6 +84,13 @@ class ExpertsMethod(ABC):
         """What `load_shard` takes of one expert's tensor `name`; None: it may take all."""
         return Region((out_features, in_features), *piece_of(matrix, out_features, in_features, shard))
 
+    def kept_bytes(
+        self, num_experts: int, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        """Bytes of the experts once they are loaded, so that memory can be planned before; arguments as of
+        `create_weights`, with the device on which the model will run."""
+        return 3 * num_experts * hidden_size * inner_size * dtype.itemsize
+
     def recordable(self, layer: nn.Module) -> bool:
         """Whether `apply` can be recorded in a device graph."""
         return True

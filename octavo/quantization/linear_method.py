@@ -130,6 +130,11 @@ class LinearMethod(ABC):
         """
         return sum(rows for rows, _ in parts) * columns * dtype.itemsize
 
+    def kept_columns(self, columns: int, whole: int, device: torch.device) -> int:
+        """Columns that are kept, about, of a rank's `columns` of a matrix of `whole`: more where a format
+        fills up what a border parts."""
+        return columns
+
     def tied_bytes(
         self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
     ) -> int:

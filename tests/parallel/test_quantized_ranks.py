@@ -84,6 +84,22 @@ def test_whole_experts_equal_transformers(variant: str) -> None:
         assert plan.ledger.held[kind] == pytest.approx(found[kind], rel=0.02), kind
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "about"), [("awq", 0), ("moe_w4a16", 0), ("moe_fp8", 0), ("gptq_desc_act", 0.05)]
+)
+def test_the_ledger_is_the_planned_one(name: str, about: float, ranks: int) -> None:
+    """How much columns in act order are filled up depends on the checkpoint."""
+    with LLM(
+        str(FOLDER / name), dtype="float32", device="cpu", num_threads=1, max_model_len=64,
+        skip_tokenizer_init=True, kv_cache_memory_bytes=4 << 20, tensor_parallel_size=ranks,
+        enable_expert_parallel=name == "moe_fp8",
+    ) as llm:  # fmt: skip
+        found, config = llm.facts.memory["weights"], llm.config
+    plan = Planner(configured_model(config)).plan(config, CPU, Layout(tensor=ranks))
+    assert plan.ledger.held["weights"] == pytest.approx(found, rel=about if ranks > 1 else 0)
+
+
 def test_what_cannot_be_split_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match=r"columns .* 32 share an entry: use a tensor_parallel_size that"):
         told(FOLDER / "w4a16", 4)
