@@ -76,7 +76,7 @@ def test_parallel_sizes_are_planned_and_said_not_to_be_served(capsys):
     assert not told["parallel"]["served_by_this_version"]
     assert told["kv"]["num_requests_on_all_replicas"] == 3 * told["kv"]["num_requests"]
     assert main(["plan", *argv]) == 0
-    assert "this version serves with 1 of each" in capsys.readouterr().out
+    assert "planned by formula, not served by this version" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
