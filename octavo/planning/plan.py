@@ -93,7 +93,7 @@ class Layout:
     @property
     def is_served(self) -> bool:
         """Whether an engine of this version runs so."""
-        return self.pipeline == self.data == 1
+        return self.data == 1
 
     @property
     def num_devices(self) -> int:

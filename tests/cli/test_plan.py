@@ -71,6 +71,8 @@ def test_a_draft_model_is_planned_with_its_target(capsys):
 
 def test_parallel_sizes_are_planned_and_said_not_to_be_served(capsys):
     model = str(tiny.checkpoint("llama"))
+    served = planned(capsys, model, "--gpu", "L4", "--pipeline-parallel-size", "2")
+    assert served["parallel"]["served_by_this_version"]
     argv = [model, "--gpu", "L4", "--tensor-parallel-size", "2", "--data-parallel-size", "3"]
     told = planned(capsys, *argv)
     assert not told["parallel"]["served_by_this_version"]
