@@ -1,12 +1,14 @@
 """`LLM.from_transformers` against Transformers' `generate`, both with and without an assistant, on a CPU.
 
-    python benchmarks/assisted.py [--layers 20] [--rounds 3] [--tokens 128] [--threads N] [--json FILE]
+    python benchmarks/assisted.py [--layers 4] [--damp 0.005] [--rounds 3] [--tokens 128] [--threads N]
 
 The target is the embedded default model in float32 (as a module of Transformers), the assistant its first
-`--layers` layers with the target's own norm and head, whose drafts are right as often as that makes
-them. Prompts one by one, greedy, ends of text ignored; both sides compute with the same number of threads and
-take turns. The tokens must be equal; printed are tokens per second, the medians of all rounds; with --cpu-time
-per second of processor time, which other work on the machine changes less.
+`--layers` layers with the target's own norm and head. There is no smaller model of that family, and layers
+alone draft badly; so what the layers behind say is multiplied by `--damp` in the target, which then agrees
+with its assistant as often as one with a good draft does, at the same cost. Prompts one by one, greedy, ends
+of text ignored; both sides compute with the same number of threads and take turns. The tokens must be equal;
+printed are tokens per second, the medians of all rounds (with --cpu-time per second of processor time, which
+other work on the machine changes less).
 """
 
 from __future__ import annotations
@@ -36,6 +38,14 @@ PROMPTS = (
     "Explain to a child why it rains.",
     "def get_alpha(self):\n    return self._values['alpha']\n\ndef get_beta(self):\n",
 )
+
+
+@torch.no_grad()
+def damp(model: Any, first: int, factor: float) -> None:
+    """Multiply what the layers from `first` on add to the stream."""
+    for layer in model.model.layers[first:]:
+        layer.self_attn.o_proj.weight.mul_(factor)
+        layer.mlp.down_proj.weight.mul_(factor)
 
 
 def first_layers(model: Any, count: int) -> Any:
@@ -82,7 +92,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--damp", type=float, default=0.005)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
@@ -93,6 +104,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.cpu_time else time.perf_counter
     model, tokenizer = transformers_model(torch.float32), load_tokenizer(find_model(None).path)
+    damp(model, args.layers, args.damp)
     draft = first_layers(model, args.layers)
     prompts = [tokenizer.encode(text) for text in PROMPTS[: args.prompts]]
     settings: dict[str, Any] = dict(
@@ -122,6 +134,7 @@ def main() -> None:
         "tokens_equal": equal,
         "threads": args.threads,
         "assistant_layers": args.layers,
+        "damp": args.damp,
         "drafted": stats.spec_draft_tokens,
         "accepted": stats.spec_accepted_tokens,
     }
