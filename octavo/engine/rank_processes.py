@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -57,14 +56,14 @@ _LENGTH = struct.Struct("<I")
 class _Rank:
     """One process, its socket, and what has come over it."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, rendezvous: int):
         ours, theirs = socket.socketpair()
         package = str(Path(octavo.__file__).parent.parent)
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), rendezvous],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # signals for the front end's group are the front end's to handle
@@ -140,18 +139,18 @@ class RankProcesses:
         self._lock = threading.Lock()  # of the end
         tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
         self._ranks: list[_Rank] = []
-        folder = tempfile.mkdtemp(prefix="octavo-ranks-")  # for this user alone
+        rendezvous = tempfile.TemporaryFile()  # without a name: nothing is left of it, whoever is killed
         try:
             level = logging.getLogger("octavo").getEffectiveLevel()
             for number in range(tensor * stages):
-                rank = _Rank(number)
+                rank = _Rank(number, rendezvous.fileno())
                 self._ranks.append(rank)
                 setup = RankSetup(
                     dataclasses.asdict(config),
                     number,
                     tensor,
                     stages,
-                    os.path.join(folder, "rendezvous"),
+                    f"/proc/self/fd/{rendezvous.fileno()}",
                     # All ranks would say the same.
                     level if number == 0 else max(level, logging.WARNING),
                 )
@@ -163,7 +162,7 @@ class RankProcesses:
             self._kill()
             raise
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # all have met, or never will
+            rendezvous.close()
 
     def __len__(self) -> int:
         return len(self._ranks)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from octavo.errors import ConfigError
 from octavo.parallel.state import TensorParallelGroup
 
-LOOPBACK = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+LOOPBACK = "lo"
 
 
 class DistributedGroup(TensorParallelGroup):
@@ -96,7 +96,7 @@ def join_ranks(
     Args:
         rank: among all, stage * tensor + rank within the stage.
         tensor, pipeline: ranks of a stage, and stages.
-        rendezvous: path of a file for this alone; it may go once all have returned.
+        rendezvous: path of a file for this alone.
         device: on which the ranks' tensors will be.
         seconds: that a collective operation may take before it raises an error.
 

@@ -10,13 +10,11 @@ import ctypes
 import logging
 import os
 import queue
-import shutil
 import signal
 import socket
 import sys
 import threading
 import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
@@ -86,7 +84,7 @@ def main(fd: int) -> int:
         return 0
     setup = decode_setup(first)
     inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(link, inbox, setup), daemon=True).start()
+    threading.Thread(target=_read, args=(link, inbox), daemon=True).start()
     threading.Thread(target=_beat, args=(link,), daemon=True).start()
     try:
         configure_logging(setup.log_level, f"rank {setup.rank}: ")
@@ -118,9 +116,6 @@ def _load(setup: RankSetup) -> Worker:
     sizes, seconds = (setup.rank, setup.tensor, setup.pipeline), config.distributed_timeout_seconds
     ranks = join_ranks(*sizes, setup.rendezvous, device, seconds)
     stages = join_stages(*sizes, device, seconds)
-    ranks.world.minimum(0)  # all have made their connections
-    if setup.rank == 0:
-        _remove_rendezvous(setup)
     return Worker(config, group=ranks.tensor, stages=stages)
 
 
@@ -229,14 +224,13 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _read(link: Link, inbox: queue.SimpleQueue[ToRank], setup: RankSetup) -> None:
+def _read(link: Link, inbox: queue.SimpleQueue[ToRank]) -> None:
     while (frame := link.receive()) is not None:
         message = decode_to_rank(frame)
         inbox.put(message)
         if isinstance(message, CloseRank):
             return
     # The engine is gone: what this rank does (it may wait for another one) is for nobody.
-    _remove_rendezvous(setup)
     os._exit(0)
 
 
@@ -244,10 +238,6 @@ def _beat(link: Link) -> None:
     pause = threading.Event()
     while not pause.wait(BEAT_SECONDS):
         link.send(Beat())
-
-
-def _remove_rendezvous(setup: RankSetup) -> None:
-    shutil.rmtree(Path(setup.rendezvous).parent, ignore_errors=True)
 
 
 def _die_with_parent() -> None:

@@ -20,7 +20,7 @@ class RankSetup(msgspec.Struct):
         config: the engine's settings (`EngineConfig`) by name.
         rank: among all ranks: stage * tensor + rank within the stage.
         tensor, pipeline: ranks that share each layer, and stages that share the layers in turn.
-        rendezvous: path of a file that no one else knows, through which the ranks find each other.
+        rendezvous: path of an open file of this process, through which the ranks find each other.
         log_level: of the engine's process, as the logging module numbers it.
     """
 

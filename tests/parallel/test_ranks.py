@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,22 +26,13 @@ def await_end(processes: list[psutil.Process], seconds: float = 10.0) -> None:
     assert not [p for p in living if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def rendezvous_folders(tmp_path: Path) -> list[Path]:
-    return list(tmp_path.glob("octavo-ranks-*"))
-
-
-@pytest.fixture
-def tmp(tmp_path, monkeypatch):
-    """The folder that temporary files go to."""
+def test_two_ranks_say_what_one_says_and_leave_nothing(tmp_path, monkeypatch):
+    tiny.checkpoint("llama")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_two_ranks_say_what_one_says_and_leave_nothing(tmp):
     shared = set(os.listdir("/dev/shm"))
     with make("llama", tensor_parallel_size=2) as llm:
         ranks = ranks_of()
-        assert len(ranks) == 2 and not rendezvous_folders(tmp)
+        assert len(ranks) == 2 and not list(tmp_path.iterdir())
         assert generate(llm) == expected("llama")
         before = llm.stats().prefix_cache_hits
         assert generate(llm) == expected("llama")
@@ -65,10 +55,10 @@ def test_two_ranks_say_what_one_says_and_leave_nothing(tmp):
             assert all(abs(told[t].logprob - want[t].logprob) < 1e-4 for t in told)
 
 
-def test_what_a_rank_cannot_do_is_told_as_by_one(tmp):
+def test_what_a_rank_cannot_do_is_told_as_by_one():
     with pytest.raises(ConfigError, match="num_attention_heads=4 .* tensor_parallel_size=3"):
         make("llama", tensor_parallel_size=3)
-    assert not ranks_of() and not rendezvous_folders(tmp)
+    assert not ranks_of()
 
 
 @pytest.mark.parametrize(

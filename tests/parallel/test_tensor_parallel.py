@@ -15,6 +15,7 @@ import torch
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kv.capacity import request_blocks
 from octavo.kv.groups import page_bytes
 from octavo.models.locate import configured_model
 from octavo.planning.plan import Layout, Machine, Planner
@@ -27,19 +28,37 @@ from tests.tiny import eagle3
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 VARIANTS = sorted(tiny.VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Ranks whose operators spread over the same cores wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 CPU = Machine("cpu", "this CPU", 1 << 40, 0)
 # Sizes that 3 divides; 385 tokens are padded on so many ranks.
 THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 385}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])  # 4: with two ranks to a KV head
-@pytest.mark.parametrize("variant", VARIANTS)
+def short(llm: LLM) -> list[list[int]]:
+    params = GREEDY.clone(max_tokens=24)
+    return [o.outputs[0].token_ids for o in llm.generate(tiny.PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [*((v, 2) for v in VARIANTS), *((v, 4) for v in ("llama", "gemma3", "qwen3-moe"))]
+)  # 4: with two ranks to a KV head
 def test_variants_equal_transformers(variant, ranks):
     """In chunks, and again with the prompts' blocks in the cache."""
-    with make(variant, tensor_parallel_size=ranks, max_num_batched_tokens=7, block_size=8) as llm:
-        assert generate(llm) == expected(variant)
+    want = [tokens[:24] for tokens in expected(variant)]
+    with make(variant, tensor_parallel_size=ranks, max_num_batched_tokens=13, block_size=8) as llm:
+        assert short(llm) == want
         before = llm.stats().prefix_cache_hits
-        assert generate(llm) == expected(variant)
+        assert short(llm) == want
         assert llm.stats().prefix_cache_hits - before == sum((len(p) - 1) // 8 * 8 for p in tiny.PROMPTS)
 
 
@@ -72,15 +91,18 @@ def test_three_ranks_equal_transformers(variant, experts):
         assert scores.std() > 0.5
 
 
-@pytest.mark.parametrize("variant", ["llama", "gemma3", "qwen3-moe", "deepseek-v3"])
-@pytest.mark.parametrize("slots", [0, 100])
+@pytest.mark.parametrize(
+    ("variant", "slots"), [("llama", 0), ("llama", 100), ("gemma3", 100), ("deepseek-v3", 0)]
+)
 def test_preemption_and_swap_change_nothing(variant, slots):
-    with make(variant, tensor_parallel_size=2, block_size=8) as llm:
-        page, groups = page_bytes(llm.facts.groups), len(llm.facts.groups)
-    few = dict(kv_cache_memory_bytes=25 * groups * page, look_ahead_admission=False)
-    with make(
-        variant, tensor_parallel_size=2, block_size=8, swap_space=slots * page / (1 << 30), **few
-    ) as llm:
+    settings = dict(tensor_parallel_size=2, block_size=8, max_num_batched_tokens=64)
+    with make(variant, **settings) as llm:
+        groups = llm.facts.groups
+    # Room for the longest request, and not for all of them.
+    longest = max(map(len, tiny.PROMPTS)) + tiny.NEW_TOKENS
+    page, blocks = page_bytes(groups), request_blocks(groups, longest, rows=7) + len(groups)
+    few = dict(kv_cache_memory_bytes=blocks * page, look_ahead_admission=False)
+    with make(variant, swap_space=slots * page / (1 << 30), **settings, **few) as llm:
         assert llm.facts.num_host_blocks == slots
         for _ in range(2):
             assert generate(llm, tiny.PROMPTS[::-1]) == expected(variant)[::-1]
@@ -89,13 +111,14 @@ def test_preemption_and_swap_change_nothing(variant, slots):
         assert (stats.host_blocks_out > 0) == (slots > 0)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_cache_of_8_bits(kind, overlap):
+def test_a_cache_of_8_bits(kind):
     """FP8: the scales are those of a rank's heads, their digest the same on all (the executor checks it)."""
-    settings = dict(tensor_parallel_size=2, async_scheduling=overlap)
-    quantized_kv.check_quality("qwen2", "cpu", kind, **settings)
-    quantized_kv.check_same_tokens("llama", "cpu", kind, **settings)
+    quantized_kv.check_quality("qwen2", "cpu", kind, tensor_parallel_size=2)
+    with make("qwen2", tensor_parallel_size=2, kv_cache_dtype=kind) as llm:
+        first, again = generate(llm), generate(llm)
+        assert llm.stats().prefix_cache_hits > 0
+    assert again == first
 
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -107,15 +130,14 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("how", DRAFTS)
-def test_speculation_changes_no_token(how, overlap):
+def test_speculation_changes_no_token(how):
     config = {"num_speculative_tokens": 4, "adaptive": False, **DRAFTS[how]}
     if how == "head":
         config["model"] = str(eagle3.head("specforge", "llama"))
     elif "model" in config:
         config["model"] = str(tiny.checkpoint(config["model"]))
-    settings = dict(tensor_parallel_size=2, speculative_config=config, async_scheduling=overlap)
+    settings = dict(tensor_parallel_size=2, speculative_config=config, async_scheduling=True)
     with make("llama", **settings) as llm:
         for _ in range(2):
             assert generate(llm) == expected("llama")
@@ -134,10 +156,9 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_seeded_samples_and_logprobs_are_those_of_one_rank(overlap):
+def test_seeded_samples_and_logprobs_are_those_of_one_rank():
     def sample(ranks: int) -> list[Any]:
-        with make("qwen3", tensor_parallel_size=ranks, async_scheduling=overlap) as llm:
+        with make("qwen3", tensor_parallel_size=ranks, async_scheduling=True) as llm:
             return llm.generate(tiny.PROMPTS, SAMPLED, use_tqdm=False)
 
     for got, want in zip(sample(2), sample(1), strict=True):
@@ -205,7 +226,7 @@ def test_weights_quantized_while_loading(quantization):
     assert 1e-6 < errors[1] < 2 * errors[0]
 
 
-@pytest.mark.parametrize("variant", ["llama-tied", "gemma2", "qwen3-moe", "deepseek-v2"])
+@pytest.mark.parametrize("variant", ["llama-tied", "gemma2", "qwen3-moe"])
 def test_the_ledger_is_the_planned_one(variant):
     with make(variant, tensor_parallel_size=2) as llm:
         found = llm.facts.memory

@@ -13,23 +13,33 @@ from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup
 
 T = TypeVar("T")
+Desk = dict[int, dict[int, tuple[int, torch.Tensor]]]
+
+
+def new_desk() -> Desk:
+    """What the threads of one group share."""
+    return {0: {}, 1: {}}
 
 
 class ThreadGroup(TensorParallelGroup):
-    """One rank of several threads that meet at a barrier."""
+    """One rank of several threads that meet at a barrier.
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, desk: list[torch.Tensor | None]):
+    They lay what they have on two desks by turns: nobody comes back to one before all have left it.
+    """
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, desk: Desk):
         super().__init__(rank, size)
         self._barrier = barrier
         self._desk = desk
+        self._turn = 0
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self._desk[self.rank] = x.clone()
-        self._barrier.wait(60)
-        everyone = [y for y in self._desk if y is not None]
-        self._barrier.wait(60)
-        assert len(everyone) == self.size
-        return everyone
+        self._turn += 1
+        desk = self._desk[self._turn % 2]
+        desk[self.rank] = self._turn, x.clone()
+        self._barrier.wait(120)
+        assert [desk[rank][0] for rank in range(self.size)] == [self._turn] * self.size
+        return [desk[rank][1] for rank in range(self.size)]
 
     def abort(self) -> None:
         """Let nobody wait for this rank any more."""
@@ -87,12 +97,12 @@ class ThreadStages(StageGroup):
 def grid(tensor: int, pipeline: int) -> list[tuple[ThreadGroup, StageGroup]]:
     """The groups of every rank of `tensor` to a stage, in order."""
     ranks: list[tuple[ThreadGroup, StageGroup]] = []
-    meetings = [(threading.Barrier(pipeline), [None] * pipeline) for _ in range(tensor)]
+    meetings = [(threading.Barrier(pipeline), new_desk()) for _ in range(tensor)]
     shelves: list[list[queue.SimpleQueue]] = [
         [queue.SimpleQueue() for _ in range(2 * pipeline)] for _ in range(tensor)
     ]
     for stage in range(pipeline):
-        barrier, desk = threading.Barrier(tensor), [None] * tensor
+        barrier, desk = threading.Barrier(tensor), new_desk()
         for rank in range(tensor):
             stages = StageGroup()
             if pipeline > 1:
@@ -104,7 +114,7 @@ def grid(tensor: int, pipeline: int) -> list[tuple[ThreadGroup, StageGroup]]:
 
 def on_ranks(size: int, work: Callable[[TensorParallelGroup], T]) -> list[T]:
     """Run `work(group)` on `size` ranks; their results in order. The first error is raised."""
-    barrier, desk = threading.Barrier(size), [None] * size
+    barrier, desk = threading.Barrier(size), new_desk()
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
