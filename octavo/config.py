@@ -232,7 +232,8 @@ class EngineConfig:
     )
     async_scheduling: bool | None = setting(
         None,
-        "Schedule a step while the one before runs; by default on a GPU, where steps can overlap.",
+        "Schedule a step while the one before runs; by default on a GPU, where steps can overlap, and with "
+        "pipeline stages.",
     )
     enforce_eager: bool = setting(
         False,

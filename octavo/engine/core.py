@@ -137,8 +137,9 @@ class EngineCore:
     @property
     def _overlaps(self) -> bool:
         """Whether a step is planned before the one before it is through."""
-        asked = self.config.async_scheduling
-        return self.facts.overlap if asked is None else asked
+        asked, stages = self.config.async_scheduling, self.config.pipeline_parallel_size
+        # With stages the first one would wait for the engine whenever the last is through.
+        return self.facts.overlap or stages > 1 if asked is None else asked
 
     @property
     def facts(self) -> ModelFacts:

@@ -82,7 +82,7 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
 def test_an_aborted_request_frees_blocks_that_a_later_step_may_take() -> None:
     """Every stage runs the steps in one order, so that a block is free for the steps that come after."""
     prompts = prompts_of(6, 40)
-    core = core_of(prompts, 40, pipeline_parallel_size=3)
+    core = core_of(prompts, 40, pipeline_parallel_size=3, async_scheduling=False)
     for _ in range(12):
         core.step()
     assert len(core._in_flight) == 2

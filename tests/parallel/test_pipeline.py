@@ -5,15 +5,18 @@ Stages are threads here, with several steps under way; `test_stage_processes.py`
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.engine import core as core_module
 from octavo.errors import ConfigError, RequestFailedError
 from octavo.kv.capacity import request_blocks
 from octavo.messages import StepPlan
+from octavo.models.llama import LlamaDecoderLayer
 from octavo.worker import worker as worker_module
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.stage_runner import StageRunner
@@ -226,3 +229,29 @@ def test_what_stages_cannot_do_is_refused_by_name(tmp_path):
             staged("llama", **settings)
     with pytest.raises(ConfigError, match="pp_layer_partition='2,1' divides layers among pipeline stages"):
         make("llama", pp_layer_partition="2,1")
+
+
+def test_stages_compute_at_once(monkeypatch):
+    """A layer sleeps 10 ms for a row: stages of two layers and of one are up to 1.5 times as fast."""
+    forward = LlamaDecoderLayer.forward
+
+    def slow(self: LlamaDecoderLayer, x: torch.Tensor, *rest: Any) -> Any:
+        time.sleep(0.01 * len(x))
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", slow)
+    prompts = [[7 + i] for i in range(8)]  # of one token, so that all steps are alike
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    seconds, tokens = [], []
+    for stages in (1, 2):
+        with make("llama", pipeline_parallel_size=stages, enforce_eager=True) as llm:
+            begin = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.perf_counter() - begin)
+            tokens.append([output.outputs[0].token_ids for output in outputs])
+            stats = llm.stats()
+    assert tokens[0] == tokens[1]
+    assert seconds[0] > 8 * 8 * 0.03
+    assert seconds[0] / seconds[1] > 1.2
+    # The second stage waits half of the time, the first never: 0.25 at best.
+    assert 0.15 < 1 - stats.pipeline_stage_seconds / stats.pipeline_total_seconds < 0.45
