@@ -365,15 +365,16 @@ class DraftOrder:
         updates: new entries of the draft's block tables, by its KV groups.
         catch_up: tokens of the requests' texts that the draft has to compute before.
         follows: bool `[n]`, the requests whose rows a head takes in; None: what drafts reads tokens alone.
-        threshold: a request's draft ends before the token with which the product of the draft's probabilities
-            falls below this, and the result tells where; None: drafts are as long as `counts` says.
+        thresholds: a request's draft ends before the token with which the product of the draft's
+            probabilities falls below the first, and behind one with which it falls below the second; the
+            result tells where. None: drafts are as long as `counts` says.
     """
 
     counts: np.ndarray
     updates: list[BlockUpdate]
     catch_up: int = 0
     follows: np.ndarray | None = None
-    threshold: float | None = None
+    thresholds: tuple[float, float] | None = None
 
 
 @dataclass
@@ -456,7 +457,7 @@ class StepResult:
         pooled: per request in plan order, its text's vector as native float32, or None.
         copies_done: numbers of `BlockCopies` that are through since the last result.
         drafted: int32 `[n]`, how many tokens the workers drafted for each request after the step; -1: none
-            were asked for. None: as many as were ordered, for an order without a threshold.
+            were asked for. None: as many as were ordered, for an order without thresholds.
         products: float32 `[n, k]`, of each draft's probability and those before it, with `drafted`.
         draft_seconds: that the workers took to draft after the step (0: they did not, or it isn't known).
         stage_seconds: that the pipeline's stages took to compute the step, waiting apart, all of them

@@ -14,7 +14,8 @@ class DraftStops:
     """Learns how sure a draft must be for its next token to pay, and how long drafts become.
 
     Attributes:
-        kept: float64 `[most]`, the share of drafts asked for that went on to each place.
+        kept, passes: float64 `[most]`, the share of drafts asked for that have each place, and for which the
+            draft was run there.
     """
 
     def __init__(self, num_slots: int, most: int, fixed: float | None):
@@ -23,22 +24,22 @@ class DraftStops:
         self._calibration = Calibration()
         self._products = np.zeros((num_slots, most), np.float32)
         self._orders = 0
-        self.kept = np.ones(most)
+        self.kept, self.passes = np.ones(most), np.ones(most)
         self._asked, self._made = np.zeros((2, num_slots), np.int32)
 
-    def threshold(self, marginal: float | None) -> float:
-        """For the next order.
+    def thresholds(self, odds: tuple[float, float] | None) -> tuple[float, float]:
+        """For the next order (`DraftOrder.thresholds`).
 
         Args:
-            marginal: how likely a draft must be to stand, with all before it, so that it pays; None: this
-                order is a trial.
+            odds: how likely a draft must be to stand, with all before it, so that judging it pays, and so
+                that drafting the one behind it does; None: this order is a trial.
         """
         if self._fixed is not None:
-            return self._fixed
+            return self._fixed, 0.0
         self._orders += 1
-        if marginal is None or self._orders % _EVERY == 0:
-            return 0.0
-        return self._calibration.threshold(marginal)
+        if odds is None or self._orders % _EVERY == 0:
+            return 0.0, 0.0
+        return self._calibration.threshold(odds[0]), self._calibration.threshold(odds[1])
 
     def ended(self, slots: np.ndarray, asked: np.ndarray, made: np.ndarray, products: np.ndarray) -> None:
         """Drafts of an order are there.
@@ -51,8 +52,10 @@ class DraftStops:
         self._products[slots, : products.shape[1]] = products
         for place in range(int(asked.max(initial=0))):
             long = asked > place
-            share = float((made[long] > place).mean())
-            self.kept[place] += min(1.0, _FADE * int(long.sum())) * (share - self.kept[place])
+            weight = min(1.0, _FADE * int(long.sum()))
+            self.kept[place] += weight * (float((made[long] > place).mean()) - self.kept[place])
+            ran = float((products[long, place] > 0).mean())
+            self.passes[place] += weight * (ran - self.passes[place])
 
     def judged(self, slots: np.ndarray, drafted: np.ndarray, stood: np.ndarray) -> np.ndarray:
         """Drafts were judged: int32 `[n]` each, how many there were, and how many leading ones stood.

@@ -58,7 +58,7 @@ class HeadDrafting(WorkerDrafting):
             return None
         others = int((rows - 1 - state.num_drafts[slots]).sum())
         updates = self._blocks.take_updates()
-        return DraftOrder(counts.astype(np.int32), updates, others, follows, self._threshold())
+        return DraftOrder(counts.astype(np.int32), updates, others, follows, self._thresholds())
 
     def _resting(self, slots: np.ndarray) -> np.ndarray:
         return self.adaptive & (self._idle[slots] >= _PATIENCE)

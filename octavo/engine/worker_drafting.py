@@ -50,7 +50,9 @@ class WorkerDrafting(Drafting):
         self._cost: np.ndarray = np.full(num_slots + 1, np.nan)  # seconds of one draft each, by requests
         self._row_cost = np.nan  # seconds of one token of a text
         self._stops = stops
-        self._marginal: float | None = None  # what a draft of the next order must promise; None: it's a trial
+        self._must: tuple[float, float] | None = (
+            None  # what drafts of the next order must promise; None: a trial
+        )
 
     def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
         """See `Drafting`."""
@@ -78,11 +80,11 @@ class WorkerDrafting(Drafting):
         if not chosen.any():
             return None
         updates = self._blocks.take_updates()
-        return DraftOrder(counts.astype(np.int32), updates, int(behind), threshold=self._threshold())
+        return DraftOrder(counts.astype(np.int32), updates, int(behind), thresholds=self._thresholds())
 
-    def _threshold(self) -> float | None:
+    def _thresholds(self) -> tuple[float, float] | None:
         """Of the order that is being made."""
-        return None if self._stops is None else self._stops.threshold(self._marginal)
+        return None if self._stops is None else self._stops.thresholds(self._must)
 
     def _counts(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Tokens to draft for each request, int64 `[n]`: for those that are `able` as many as pay and fit."""
@@ -97,7 +99,7 @@ class WorkerDrafting(Drafting):
     def _choose(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
         """How many tokens to draft for each request, int64 `[n]`."""
         none = np.zeros(len(slots), np.int64)
-        self._marginal = None
+        self._must = None
         n = int(able.sum())
         fitting = (min(self.max_rows, self._max_batch) // n - 1) if n else 0
         most = min(self.most, fitting)
@@ -119,8 +121,10 @@ class WorkerDrafting(Drafting):
         behind = self._behind(slots, known)
         row_cost = _PRIOR_ROW * plain if np.isnan(self._row_cost) else self._row_cost
         if best:
-            cost = float(curve[best * n] - plain + self._drafting_seconds(n, np.array([best]), plain)[0])
-            self._marginal = cost / (best * n) * float(rates[best])
+            row = float(curve[best * n] - plain) / (best * n)
+            run = float(self._drafting_seconds(n, np.array([best]), plain)[0]) / (best * n)
+            follows = float(odds[:, best - 1].mean()) ** (1 / best)  # a draft one that stands
+            self._must = row * float(rates[best]), (row + run) * float(rates[best]) / follows
             # What catching up costs must be won back in what the request has left, as far as is known.
             gain = (1 - rates[0] / rates[best]) * plain / n
             left = (self.slots.max_total[slots] - known) / 2
@@ -137,9 +141,8 @@ class WorkerDrafting(Drafting):
         many passes of the draft they take, `[most + 1]` each."""
         if self._stops is None:
             return n * np.arange(most + 1), np.arange(most + 1)
-        kept = self._stops.kept[:most]
-        going_on = np.append(1.0, kept)[:most]  # after each draft that was kept comes a pass
-        return n * np.append(0.0, np.cumsum(kept)), np.append(0.0, np.cumsum(going_on))
+        kept, passes = self._stops.kept[:most], self._stops.passes[:most]
+        return n * np.append(0.0, np.cumsum(kept)), np.append(0.0, np.cumsum(passes))
 
     def drafted(self, plan: StepPlan, live: np.ndarray, result: StepResult) -> None:
         """See `Drafting`."""
@@ -185,8 +188,8 @@ class WorkerDrafting(Drafting):
         if order is None or not result.draft_seconds or not order.counts.any():
             return
         passes = order.counts
-        if result.drafted is not None:
-            passes = np.minimum(result.drafted + 1, passes)
+        if result.products is not None:
+            passes = (result.products > 0).sum(axis=1)
         if not order.catch_up:
             self._took(passes, result.draft_seconds)
             return

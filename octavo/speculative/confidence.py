@@ -13,13 +13,13 @@ from octavo.sampling.processors import upload
 
 @dataclass
 class Drafted:
-    """What became of an order with a threshold, on the device.
+    """What became of an order with thresholds, on the device.
 
     Attributes:
         requests: int64 `[m]` on the host, which of the plan's requests were drafted for.
         made: int32 `[m]`, drafts of each that count.
-        products: float32 `[m, k]`, of each draft's probability and those before it; 0 behind the one that
-            ended the draft.
+        products: float32 `[m, k]`, of each draft's probability and those before it; 0 for those that
+            were not drafted.
     """
 
     requests: np.ndarray
@@ -29,13 +29,16 @@ class Drafted:
 
 class Confidence:
     """Multiplies the probabilities that a draft gives its tokens, request by request; a draft ends before the
-    token with which the product falls below a threshold.
+    token with which the product falls below one threshold, and behind a token with which it falls below the
+    other.
 
     The probability is that of the draft's own distribution, before penalties, temperature and filters.
     """
 
-    def __init__(self, num_requests: int, most: int, threshold: float, device: torch.device):
-        self._threshold = threshold
+    def __init__(self, num_requests: int, most: int, thresholds: tuple[float, float], device: torch.device):
+        """`thresholds`: as `DraftOrder.thresholds`."""
+        self._least, self._going = thresholds
+        self._open = torch.ones(num_requests, dtype=torch.bool, device=device)
         self._product = torch.ones(num_requests, device=device)
         self.made = torch.zeros(num_requests, dtype=torch.int32, device=device)
         self.products = torch.zeros(num_requests, most, device=device)
@@ -55,8 +58,10 @@ class Confidence:
         wide = logits.float()
         chosen = wide.gather(1, tokens[:, None].long()) - ops.logsumexp(wide)
         product = self._product[index] * chosen[:, 0].exp()
-        kept = (product >= self._threshold) & (self.made[index] == column)
-        self._product[index] = product
-        self.products[index, column] = torch.where(self.made[index] == column, product, 0.0)
+        is_open = self._open[index]
+        kept = is_open & (product >= self._least)
+        going = kept & (product >= self._going)
+        self._product[index], self._open[index] = product, going
+        self.products[index, column] = torch.where(is_open, product, 0.0)
         self.made[index] += kept.int()
-        return kept.numpy() if logits.device.type == "cpu" else np.ones(len(places), bool)
+        return going.numpy() if logits.device.type == "cpu" else np.ones(len(places), bool)

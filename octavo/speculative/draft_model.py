@@ -82,7 +82,7 @@ class DraftModel:
         most_known: np.ndarray,
         known: torch.Tensor,
         updates: list[BlockUpdate],
-        threshold: float | None = None,
+        thresholds: tuple[float, float] | None = None,
         judged: np.ndarray | None = None,
     ) -> Drafted | None:
         """Draft, and write the drafts behind the known tokens of the token table.
@@ -96,11 +96,11 @@ class DraftModel:
             least_known, most_known: int64 `[n]` on the host, bounds of `known`.
             known: int64 `[n]` on the device, tokens known.
             updates: new entries of the draft's block tables.
-            threshold: as `DraftOrder.threshold`.
+            thresholds: as `DraftOrder.thresholds`.
             judged: int32 `[n]` on the host, drafts of each that the step judged; None: nobody's.
 
         Returns:
-            Where drafts ended (`requests` are those of this call), if there is a threshold.
+            Where drafts ended (`requests` are those of this call), if there are thresholds.
         """
         self._updates, self._confidence = updates, None
         for update in updates:  # a slot whose blocks were taken back begins anew
@@ -108,8 +108,8 @@ class DraftModel:
         chosen = np.flatnonzero(counts)
         self._judged = np.zeros(len(chosen), np.int64) if judged is None else judged[chosen].astype(np.int64)
         if len(chosen):
-            if threshold is not None:
-                self._confidence = Confidence(len(chosen), int(counts.max()), threshold, known.device)
+            if thresholds is not None:
+                self._confidence = Confidence(len(chosen), int(counts.max()), thresholds, known.device)
             self._catch_up(slots[chosen], most_known[chosen])
             index = upload(chosen, known.device)
             self._draft(slots[chosen], counts[chosen], most_known[chosen], known[index])

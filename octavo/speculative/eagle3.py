@@ -101,7 +101,7 @@ class Eagle3:
         known: torch.Tensor,
         stood: torch.Tensor | None,
         updates: list[BlockUpdate],
-        threshold: float | None = None,
+        thresholds: tuple[float, float] | None = None,
     ) -> Drafted | None:
         """Take a step's rows in, and write drafts behind the known tokens of the token table.
 
@@ -112,10 +112,10 @@ class Eagle3:
             stood: int64 `[m]` on the device, how many of the drafts that the step judged stood; None: there
                 were none.
             updates: new entries of the head's block tables.
-            threshold: as `DraftOrder.threshold`.
+            thresholds: as `DraftOrder.thresholds`.
 
         Returns:
-            Where drafts ended (`requests` are those of `step`), if there is a threshold.
+            Where drafts ended (`requests` are those of `step`), if there are thresholds.
         """
         device = self._table.device
         new = self._begin[step.slots] < 0
@@ -149,8 +149,8 @@ class Eagle3:
         slots, slots_d, begin, begin_d = step.slots[drafting], slots_d[index], begin[drafting], begin_d[index]
         counts, tokens = counts[drafting], known  # until there are some
         seen, places = None, np.arange(len(drafting))
-        if threshold is not None:
-            seen = Confidence(len(drafting), int(counts.max()), threshold, device)
+        if thresholds is not None:
+            seen = Confidence(len(drafting), int(counts.max()), thresholds, device)
         for j in range(int(counts.max())):
             live = np.flatnonzero(counts > j)
             if not len(live):

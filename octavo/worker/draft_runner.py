@@ -97,9 +97,9 @@ class DraftModelDrafter:
             least = least - plan.in_doubt[chosen]
         counts = np.zeros(len(chosen), np.int32) if order is None else order.counts[chosen]
         updates = [] if order is None else order.updates
-        threshold = None if order is None else order.threshold
+        thresholds = None if order is None else order.thresholds
         drafted = self._draft.propose(
-            plan.slots[chosen], counts, least, most, known, updates, threshold, inputs.num_drafts
+            plan.slots[chosen], counts, least, most, known, updates, thresholds, inputs.num_drafts
         )
         if drafted is not None:
             drafted.requests = chosen[drafted.requests]

@@ -117,7 +117,7 @@ class HeadDrafter:
             known,
             stood,
             order.updates,
-            order.threshold,
+            order.thresholds,
         )
         if drafted is not None:
             drafted.requests = chosen[drafted.requests]

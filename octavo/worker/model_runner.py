@@ -49,7 +49,7 @@ class StepDrafter(Protocol):
             num_tokens: integer `[m]`, how many these yielded; None: one each.
 
         Returns:
-            Where drafts ended, for an order with a threshold.
+            Where drafts ended, for an order with thresholds.
         """
 
 
