@@ -10,7 +10,7 @@ scores, which are the same without it, and what is smaller is rounded less. The 
 the text, moved by less than a step of the codes so that the key of the text's first token is a code: much
 attention goes to that place, whose key lies far from the mean and is nearly the same in every text. What this
 brings is measured in benchmarks/kv.md. A centre depends on how sums are rounded, and enters the keys of KV
-blocks: a start on another device, or with other threads, may find nothing that was cached before.
+blocks: a start on another kind of device or processor may find nothing that was cached before.
 """
 
 from __future__ import annotations
