@@ -7,9 +7,13 @@ import os
 import psutil
 import pytest
 
-from octavo import EngineDeadError, SamplingParams
+from octavo import LLM, EngineDeadError, SamplingParams
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.eval.prompt_engine import PromptEngine
 from tests import tiny
+from tests.engine.closeness import bfloat16_errors
+from tests.engine.test_embed import encoder
 from tests.engine.test_llm_parity import expected, generate, make
 
 
@@ -85,3 +89,20 @@ def test_a_rank_that_dies_ends_the_engine_which_names_it():
         with pytest.raises(EngineDeadError, match=rf"rank \d \(pid {ranks[1].pid}\) was ended by SIGKILL"):
             generate(llm)
     await_end(ranks)
+
+
+def test_bfloat16_is_about_as_close_as_transformers():
+    with make("llama", dtype="bfloat16", tensor_parallel_size=2) as llm:
+        rms, rms_theirs = bfloat16_errors(llm, "llama", "cpu")
+    assert 1e-4 < rms <= 2 * rms_theirs
+
+
+def test_encoders_and_evaluation_are_refused():
+    with pytest.raises(ConfigError, match=r"is an encoder \(BertModel\), which runs on one rank"):
+        LLM(str(encoder("Bert")[1]), device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True)
+    config = EngineConfig(
+        str(tiny.checkpoint("llama")), device="cpu", tensor_parallel_size=2, enable_prefix_caching=False,
+        enforce_eager=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 .* octavo eval runs on one rank"):
+        PromptEngine(config)
