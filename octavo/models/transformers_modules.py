@@ -36,7 +36,8 @@ class GivenModules:
             if make_config(EngineConfig, self.settings).runs_ranks:
                 raise ConfigError(
                     "modules are in this process's memory, and ranks run in others: save the model and name "
-                    "its folder, or leave tensor_parallel_size and distributed_executor_backend out"
+                    "its folder, or leave tensor_parallel_size, pipeline_parallel_size and "
+                    "distributed_executor_backend out"
                 )
         except BaseException:
             self.release()
