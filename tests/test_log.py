@@ -17,7 +17,8 @@ def test_level_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     configure_logging()
     monkeypatch.setenv("OCTAVO_LOG_LEVEL", "warning")
     configure_logging()
-    assert [call["level"] for call in calls] == ["INFO", "WARNING"]
+    configure_logging(logging.ERROR)  # never less than is asked for
+    assert [call["level"] for call in calls] == [logging.INFO, logging.WARNING, logging.ERROR]
     monkeypatch.setenv("OCTAVO_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="OCTAVO_LOG_LEVEL=LOUD is no level: choose DEBUG"):
         configure_logging()

@@ -15,7 +15,7 @@ from octavo.kv.format import KVFormat
 from octavo.kv.groups import group_layers, page_bytes
 from octavo.messages import Admission, BlockCopies, BlockUpdate, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
-from octavo.worker import host_cache, host_memory
+from octavo.worker import host_cache, host_memory, kv_tiers
 from octavo.worker.host_cache import HostCache
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.kv_tiers import KVTiers, prefill_rate
@@ -228,13 +228,15 @@ class SlowHost:
 
 
 @pytest.mark.parametrize("with_store", [False, True])
-def test_a_step_of_copies_alone_waits_for_news_but_not_forever(tiers, with_store):
+def test_a_step_of_copies_alone_waits_for_news_but_not_forever(tiers, with_store, monkeypatch):
     real = tiers.host
     if not with_store:
         tiers.store.close()
         tiers.store = None
     tiers.host = SlowHost(4)
-    assert tiers.execute(plan(0, 0), Step).wait().copies_done == [5]
+    with monkeypatch.context() as patience:
+        patience.setattr(kv_tiers, "_LONGEST_WAIT", 10.0)
+        assert tiers.execute(plan(0, 0), Step).wait().copies_done == [5]
     tiers.host = SlowHost(10**9)
     begin = time.monotonic()
     assert tiers.execute(plan(1, 0), Step).wait().copies_done == []
