@@ -73,9 +73,10 @@ class GrammarRun:
         return self._state.is_terminated
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the next token can be sampled without waiting for the mask."""
-        return self.pending == 0 and (self._fresh or (self._making is not None and self._making.done()))
+    def is_awaited(self) -> bool:
+        """Whether a step, or a mask that is being made, has to be waited for before the next token. (A mask
+        that nobody makes is made when its step is: one that turned out to be quick is not begun before.)"""
+        return self.pending > 0 or (self._making is not None and not self._making.done())
 
     def begin(self) -> None:
         """Start to make the masks on another thread, if they aren't there or being made."""

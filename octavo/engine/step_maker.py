@@ -130,7 +130,7 @@ class StepMaker:
         for slot in np.flatnonzero(slots.held).tolist():
             request = slots.requests[slot]
             slots.held[slot] = held = (
-                request is not None and request.grammar is not None and not request.grammar.is_ready
+                request is not None and request.grammar is not None and request.grammar.is_awaited
             )
             waits |= held
         return waits

@@ -42,11 +42,16 @@ def expected_form(prompt: list[int]) -> list[int]:
 
 
 class PretendState(GrammarState):
-    def __init__(self, seconds: float):
-        self._place, self._seconds = 0, seconds
+    """Masks take `seconds` of work, or at every other place, if moody, as long without any."""
+
+    def __init__(self, seconds: float, moody: bool = False):
+        self._place, self._seconds, self._moody = 0, seconds, moody
 
     def fill_mask(self, row: np.ndarray) -> None:
-        until = time.thread_time() + self._seconds
+        idle = self._moody and self._place % 2 == 0
+        if idle:
+            time.sleep(self._seconds)
+        until = time.thread_time() + (0 if idle else self._seconds)
         while time.thread_time() < until:
             time.sleep(0)  # work that leaves the interpreter to others
         padded = np.zeros(WORDS * 32, bool)
@@ -69,17 +74,17 @@ class PretendState(GrammarState):
 
 
 class PretendGrammar(Grammar):
-    def __init__(self, seconds: float):
-        self._seconds = seconds
+    def __init__(self, seconds: float, moody: bool = False):
+        self._seconds, self._moody = seconds, moody
         self.first_mask = np.zeros(WORDS, np.int32)
         PretendState(0).fill_mask(self.first_mask)
 
     def new_state(self) -> GrammarState:
-        return PretendState(self._seconds)
+        return PretendState(self._seconds, self._moody)
 
 
 class PretendBackend(Backend):
-    """A form's text says what becomes of it: slow, wait (for `gate`), wrong, broken, or anything else."""
+    """A form's text says what becomes of it: slow, moody, wait (for `gate`), wrong, broken, or nothing."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -93,7 +98,7 @@ class PretendBackend(Backend):
             raise RequestError("the form is wrong", "structured_outputs")
         if params.text == "broken":
             raise RuntimeError("the library\nfell over")
-        return PretendGrammar(0.004 if params.text == "slow" else 0.0)
+        return PretendGrammar(0.004 if params.text in ("slow", "moody") else 0.0, params.text == "moody")
 
 
 class _Pending:
@@ -191,7 +196,7 @@ def test_forms_hold_whatever_happens(overlap, seed):
         name = f"r{i}"
         head = list(range(16)) if draw.random() < 0.4 else []
         prompts[name] = head + [draw.randrange(sim.VOCAB) for _ in range(draw.randint(1, 40))]
-        forms[name] = draw.choice((None, "easy", "easy", "slow"))
+        forms[name] = draw.choice((None, "easy", "easy", "slow", "moody"))
         core.add(request(name, prompts[name], forms[name], draw.choice((12, 40))))
         for _ in range(draw.randint(0, 3)):
             run.take(core.admit_compiled() + (core.step() if core.has_work else []))
@@ -240,6 +245,18 @@ def test_a_hard_grammar_does_not_hold_its_neighbours(overlap):
     # Only the first slow mask was waited for; the grammar's other tokens came between the plain one's steps.
     assert len(without) > 100
     assert run.ends["hard"].metrics.finished_time > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mask_that_is_quick_after_a_slow_one_is_not_waited_for_by_all(overlap):
+    """What decides whether a request waits outside the steps is seen anew while its step is under way."""
+    core, _ = make_core(async_scheduling=overlap)
+    run = Run(core)
+    for name in ("a", "b"):
+        core.add(request(name, [1, 2], "moody"))
+    core.add(request("plain", [3, 4], max_tokens=150))
+    run.go()
+    assert all(run.tokens[name] == expected_form([1, 2]) for name in ("a", "b"))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
