@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ def default_model() -> Path:
     from octavo.models.pull import pull_default
 
     return Path(pull_default(progress=False))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for PyTorch: tiny models only lose by more, and ranks wait for each other's threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,12 +43,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 LENGTHS = (3, 50, 17, 120, 17, 1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

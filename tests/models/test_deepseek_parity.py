@@ -77,13 +77,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 LENGTHS = (41, 7, 23)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small only lose by threads, all the more on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

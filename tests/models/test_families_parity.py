@@ -28,12 +28,7 @@ FAMILIES = [
 IN_GGUF = [v for v in FAMILIES if v != "mistral-window"]  # a Llama there, which says no window
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

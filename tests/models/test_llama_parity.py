@@ -87,13 +87,7 @@ LENGTHS = (41, 7, 23)
 MAX_MODEL_LEN = {"llama-longrope-short": 64, "llama-dynamic-long": LENGTHS[0], "llama-longrope-long": 128}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small only lose by threads, all the more on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

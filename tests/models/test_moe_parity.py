@@ -21,12 +21,7 @@ FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen3-moe-sparse", "qwen
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(path: Path) -> CausalLM:

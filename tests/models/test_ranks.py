@@ -32,12 +32,7 @@ _THREE = {"hidden_size": 96, "num_attention_heads": 6, "vocab_size": 385}
 _EXPERTS_OF_THREE = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

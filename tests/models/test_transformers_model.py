@@ -65,12 +65,7 @@ LENGTHS = (41, 7, 23)
 NEW_TOKENS = 64
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def hf_class(family: str, kind: str = "ForCausalLM") -> Any:

@@ -84,12 +84,7 @@ _OTHER_BLOCKS = ("gptq-desc-act", "gptq-v2-desc-act", "w4a16-actorder")
 WEIGHTS_ONLY = [name for name in FORMATS if not name.startswith(("fp8", "w8a8"))]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _shaken(name: str, tensor: torch.Tensor, kinds: str) -> torch.Tensor:
