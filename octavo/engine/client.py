@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import queue
 import select
 import socket
 import subprocess
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
-import octavo
 from octavo import errors
 from octavo.config import EngineConfig
+from octavo.engine.child import start_child
 from octavo.engine.cpu_libraries import settle_libraries
 from octavo.engine.frames import receive_frame
 from octavo.engine.sender import FrameSender
@@ -138,19 +135,8 @@ class ProcessClient(CoreClient):
         module: Sequence[str] = ("octavo.engine.process",),
         watch: Watch | None = None,
     ):
-        ours, theirs = socket.socketpair()
-        package = str(Path(octavo.__file__).parent.parent)
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # signals for the server's group are the server's to handle
-            )
-        self._socket = ours
-        self._sender = FrameSender(ours)
+        self._process, self._socket = start_child(module)
+        self._sender = FrameSender(self._socket)
         self._closing = False
         self._dead: EngineDeadError | None = None
         self._hung: str | None = None  # why the process was ended
@@ -159,7 +145,7 @@ class ProcessClient(CoreClient):
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         try:
             self._sender.send(self._encoder.encode(dataclasses.asdict(config)))
-            while not select.select([ours], [], [], _START_POLL)[0]:
+            while not select.select([self._socket], [], [], _START_POLL)[0]:
                 if abandoned is not None and abandoned.is_set():
                     raise EngineDeadError("the engine's start was given up")
             first = self._receive()

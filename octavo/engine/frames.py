@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterator
 
 _LENGTH = struct.Struct("<I")
 
@@ -22,6 +23,17 @@ def receive_frame(sock: socket.socket) -> bytearray | None:
     """The next frame, or None if the other side has closed."""
     head = _receive_exactly(sock, _LENGTH.size)
     return None if head is None else _receive_exactly(sock, _LENGTH.unpack(head)[0])
+
+
+def take_frames(received: bytearray) -> Iterator[bytearray]:
+    """The frames at the beginning of what was received that are whole; they are taken out of it."""
+    while len(received) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+        if len(received) < end:
+            return
+        frame = received[_LENGTH.size : end]
+        del received[:end]
+        yield frame
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytearray | None:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import queue
 import selectors
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import octavo
 from octavo import errors
 from octavo.config import EngineConfig
+from octavo.engine.child import start_child
+from octavo.engine.frames import send_frame, take_frames
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import ModelFacts
 from octavo.parallel.wire import (
@@ -50,26 +46,14 @@ _LOOK = 0.25  # seconds between looks at the clock
 _EXIT_SECONDS = 5.0
 _PIECE = 1 << 18
 _MODULE = "octavo.parallel.rank"
-_LENGTH = struct.Struct("<I")
 
 
 class _Rank:
     """One process, its socket, and what has come over it."""
 
     def __init__(self, number: int, rendezvous: int):
-        ours, theirs = socket.socketpair()
-        package = str(Path(octavo.__file__).parent.parent)
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), rendezvous],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # signals for the front end's group are the front end's to handle
-            )
+        self.process, self.socket = start_child([_MODULE], [rendezvous])
         self.number = number
-        self.socket = ours
         self.heard = time.monotonic()
         self.ready = False
         self.answered = self.due = -1  # the last step that was answered, and that is to be
@@ -85,18 +69,12 @@ class _Rank:
         Raises:
             OSError: the process has ended.
         """
-        self.socket.sendall(_LENGTH.pack(len(data)) + data)
+        send_frame(self.socket, data)
 
     def take(self, data: bytes) -> Iterator[FromRank]:
         """Messages that are whole now."""
-        received = self._received
-        received += data
-        while len(received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
-            if len(received) < end:
-                return
-            yield decode_from_rank(received[_LENGTH.size : end])
-            del received[:end]
+        self._received += data
+        return map(decode_from_rank, take_frames(self._received))
 
     def ending(self) -> str:
         """How the process ended, in words."""

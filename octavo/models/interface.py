@@ -76,8 +76,12 @@ class CausalLM(nn.Module, ABC):
             self.narrows = False
 
     def embedding(self) -> VocabEmbedding:
-        """The table of the tokens' vectors, of a model that gives states."""
-        raise NotImplementedError
+        """The table of the tokens' vectors.
+
+        Raises:
+            NotImplementedError: the model is none that gives states (`gives_states`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
 
     def checkpoint_targets(self, targets: dict[str, LoadTarget]) -> Targets:
         """What the layers take of a checkpoint, with the other names under which one may hold it: a bare

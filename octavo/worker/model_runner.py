@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from octavo.errors import EngineDeadError
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
@@ -24,7 +23,7 @@ from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.stage_link import StageLink
-from octavo.worker.transfer import TokenTransfer
+from octavo.worker.transfer import TokenTransfer, wait_for
 
 
 class StepDrafter(Protocol):
@@ -347,13 +346,7 @@ class LaunchedStep:
         Raises:
             EngineDeadError: the device reported an error that no later step can survive.
         """
-        if self._event is not None:
-            try:
-                self._event.synchronize()
-                if self._drafted_event is not None:
-                    self._drafted_event.synchronize()
-            except RuntimeError as error:
-                raise EngineDeadError(f"the device failed: {error}") from error
+        wait_for(self._event, self._drafted_event)
         n = len(self._plan.slots)
         if self._tokens is None:
             result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.errors import EngineDeadError
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.models.pooling import Pooler
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.transfer import wait_for
 
 
 class PoolingRunner:
@@ -93,11 +93,7 @@ class LaunchedPooling:
         Raises:
             EngineDeadError: the device reported an error that no later step can survive.
         """
-        if self._event is not None:
-            try:
-                self._event.synchronize()
-            except RuntimeError as error:
-                raise EngineDeadError(f"the device failed: {error}") from error
+        wait_for(self._event)
         n = self._num_requests
         result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
         if self._pooled is not None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.errors import EngineDeadError
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.parallel.stages import StageGroup
@@ -17,6 +16,7 @@ from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.stage_link import StageLink
+from octavo.worker.transfer import wait_for
 
 
 class StageRunner:
@@ -110,11 +110,7 @@ class PassedStep:
         Raises:
             EngineDeadError: the device reported an error that no later step can survive.
         """
-        if self._event is not None:
-            try:
-                self._event.synchronize()
-            except RuntimeError as error:
-                raise EngineDeadError(f"the device failed: {error}") from error
+        wait_for(self._event)
         n = self._num_requests
         result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
         if self._timer is not None:

@@ -6,8 +6,24 @@ from typing import Any
 
 import torch
 
+from octavo.errors import EngineDeadError
+
 # Steps that may be under way at once; each has memory of its own until its tokens have been read.
 _STEPS = 8
+
+
+def wait_for(*events: Any) -> None:
+    """Block until the device has come to these events (None: nothing to wait for).
+
+    Raises:
+        EngineDeadError: the device reported an error that no later step can survive.
+    """
+    try:
+        for event in events:
+            if event is not None:
+                event.synchronize()
+    except RuntimeError as error:
+        raise EngineDeadError(f"the device failed: {error}") from error
 
 
 class TokenTransfer:
