@@ -1,0 +1,8 @@
+"""Products with weights of 8 and 4 bits on a GPU, by the names of `octavo.kernels.lowbit_ops`.
+
+What a GPU has no kernel for runs by its plain twin in `octavo.kernels.reference_lowbit`.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
