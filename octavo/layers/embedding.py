@@ -127,8 +127,24 @@ class LMHead(Layer):
         self.method.process_after_load(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.group.all_gather(self.method.apply(self, hidden, None))
+        return self.gather(self.local(hidden))
+
+    def local(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's tokens, and of what pads them: `[rows, self.rows]`."""
+        return self.method.apply(self, hidden, None)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Logits of all tokens, of every rank's `local` (or what was computed of each of these alone)."""
+        logits = self.group.all_gather(local)
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+
+    def argmax(self, local: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, integers `[rows]`: that of `gather(local)`, which isn't made."""
+        if self.real < self.rows:
+            local = local[:, : self.real]
+        if not self.real:  # all tokens are other ranks'
+            local = torch.full((len(local), 1), float("-inf"), dtype=local.dtype, device=local.device)
+        return self.group.argmax(local, self.first)
 
 
 def _load_tokens(layer: VocabEmbedding | LMHead, part: MatrixPart, name: str, tensor: torch.Tensor) -> None:

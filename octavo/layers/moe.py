@@ -229,6 +229,7 @@ class MoE(Sublayer):
         super().__init__()
         self.gate = Router(hidden_size, moe, float32_router, block)
         self.experts = Experts(hidden_size, moe, activation, names, block)
+        self._reduces = True
         self._shared_name, self._shared_gate_name = shared_name, f"{shared_name}_gate"
         if moe.shared_size:
             self.add_module(shared_name, SharedExperts(hidden_size, moe.shared_size, activation))
@@ -244,4 +245,7 @@ class MoE(Sublayer):
             if (gate := self._modules.get(self._shared_gate_name)) is not None:
                 extra = extra * torch.sigmoid(gate(x))
             out = out + extra
-        return self.experts.group.all_reduce(out)
+        return self.experts.group.all_reduce(out) if self._reduces else out
+
+    def leave_sums(self) -> None:
+        self._reduces = False

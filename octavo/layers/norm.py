@@ -6,9 +6,30 @@ import torch
 
 from octavo.kernels import ops
 from octavo.layers.layer import BuildContext, Layer, LoadTarget, copy_into, empty_parameter
+from octavo.parallel.state import TensorParallelGroup
 
 
-class RMSNorm(Layer):
+class Norm(Layer):
+    """What all norms of the residual stream share.
+
+    Attributes:
+        sums: whether what `add` adds to a stream comes as this rank's part of a sum over ranks, which the
+            norm then makes: all in one kernel where there is one. Set it before the weights are made.
+    """
+
+    group: TensorParallelGroup
+    sums = False
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self.group = build.group
+        self.sums = self.sums and build.group.size > 1
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """What `add` takes for a stream, added up over the ranks; `x` stays as it is."""
+        return self.group.all_reduce(x.clone()) if self.sums else x
+
+
+class RMSNorm(Norm):
     """Root mean square normalization over the last dimension (arXiv 1910.07467).
 
     Args:
@@ -27,6 +48,7 @@ class RMSNorm(Layer):
         self.offset = offset
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
+        super().create_weights(build, prefix)
         if self.offset:
             wide = torch.empty(self.size, dtype=torch.float32, device=build.device)
             self.weight = torch.nn.Parameter(wide, requires_grad=False)
@@ -42,9 +64,10 @@ class RMSNorm(Layer):
             self.weight.add_(self.offset)
 
     @property
-    def rms_weight(self) -> torch.Tensor:
-        """The norm's whole parameters but for `eps`: kernels that take the norm in ask for them."""
-        return self.weight
+    def rms_weight(self) -> torch.Tensor | None:
+        """The norm's whole parameters but for `eps`: kernels that take the norm in ask for them. None: it
+        adds up over ranks first, which those don't."""
+        return None if self.sums else self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., size]`."""
@@ -53,14 +76,17 @@ class RMSNorm(Layer):
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a sublayer's output `x` to the residual stream (in place) and normalize the sum.
 
-        With no stream yet, `x` becomes it. Returns the normalized sum and the stream, `[rows, size]` each.
+        With no stream yet, `x` becomes it (and is whole, `sums` or not). Returns the normalized sum and the
+        stream, `[rows, size]` each.
         """
         if residual is None:
             return self(x), x
+        if self.sums:
+            return self.group.add_rms_norm(x, residual, self.weight, self.eps)
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class LayerNorm(Layer):
+class LayerNorm(Norm):
     """Layer normalization over the last dimension (arXiv 1607.06450).
 
     Args:
@@ -80,6 +106,9 @@ class LayerNorm(Layer):
         self.has_bias = bias
 
     def create_weights(self, build: BuildContext, prefix: str) -> None:
+        super().create_weights(build, prefix)
+        if self.sums:
+            raise NotImplementedError("a layer norm adds nothing up over ranks")
         self.weight = empty_parameter(self.size, build=build)
         self.bias = empty_parameter(self.size, build=build) if self.has_bias else None
 

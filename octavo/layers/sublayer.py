@@ -27,15 +27,25 @@ class Sublayer(nn.Module):
         x, residual = norm.add(x, residual)
         return self(x, *inputs), residual
 
+    def leave_sums(self) -> None:
+        """Yield this rank's part of the result from now on: a norm that `sums` adds it up.
+
+        Raises:
+            NotImplementedError: it always yields the whole.
+        """
+        raise NotImplementedError(f"{type(self).__name__} adds up over ranks itself")
+
 
 class DecoderLayer(nn.Module):
     """One layer of a decoder.
 
     Attributes:
         is_last: set on a model's last layer, after which only the rows that somebody reads matter.
+        leaves_sums: whether the layer's result is this rank's part of it, which the next norm `sums`.
     """
 
     is_last = False
+    leaves_sums = False
 
     def narrow(self, rows: Rows, meta: Sequence[AttentionMetadata]) -> Rows:
         """In the last layer, those of a step's `rows` that are read (`wanted_rows`), else all.

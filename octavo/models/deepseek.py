@@ -55,6 +55,9 @@ class DeepseekAttention(Sublayer):
         q = self.q_b_proj(self.q_a_layernorm(compressed)) if self._sizes[0] else self.q_proj(x)
         return self.o_proj(self.attn(q, kv, positions, cache, meta))
 
+    def leave_sums(self) -> None:
+        self.o_proj.reduce_results = False
+
 
 class DeepseekDecoderLayer(LlamaDecoderLayer):
     """Latent attention, and experts in the layers that have them."""

@@ -176,7 +176,7 @@ class Eagle3Head(CausalLM):
         assert embedding is not None and hidden is not None
         return self.midlayer(embedding(token_ids), hidden, positions, kv_caches[0], meta)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, draft_vocab_size]` of what `forward` returned, of the tokens
         `vocabulary.target_ids`."""
         return self.lm_head(self.norm(hidden) if self.config.norms_logits else hidden)

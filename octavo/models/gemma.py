@@ -22,6 +22,8 @@ from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM, rms_norm
 class GemmaDecoderLayer(LlamaDecoderLayer):
     """Attention and feed-forward, each normalized before and after."""
 
+    leaves_sums = False
+
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
         super().__init__(config, layer, rotary)
         self.pre_feedforward_layernorm = rms_norm(config)
@@ -66,5 +68,11 @@ class Gemma3ForConditionalGeneration(CausalLM):
     ) -> torch.Tensor:
         return self.language_model(token_ids, positions, kv_caches, meta)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.language_model.compute_logits(hidden)
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.language_model.local_logits(hidden)
+
+    def whole_logits(self, local: torch.Tensor) -> torch.Tensor:
+        return self.language_model.whole_logits(local)
+
+    def likeliest(self, local: torch.Tensor) -> torch.Tensor:
+        return self.language_model.likeliest(local)

@@ -19,6 +19,8 @@ from octavo.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 class GraniteDecoderLayer(LlamaDecoderLayer):
     """Attention and feed-forward, each scaled before it is added to the stream."""
 
+    leaves_sums = False
+
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
         super().__init__(config, layer, rotary)
         self.scale = config.residual_scale

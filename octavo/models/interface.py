@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from octavo.kernels import ops
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers
 from octavo.layers.attention import AttentionMetadata, PagedBackend
@@ -64,8 +65,20 @@ class CausalLM(nn.Module, ABC):
         """
 
     @abstractmethod
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the logits of hidden states, which are `[rows, hidden_size]`."""
+
+    def whole_logits(self, local: torch.Tensor) -> torch.Tensor:
+        """Logits of all ranks, `[rows, vocab_size]`, of every one's part; the parts' dtype."""
+        return local
+
+    def likeliest(self, local: torch.Tensor) -> torch.Tensor:
+        """The token with the largest logit of each row, integers `[rows]`, of every rank's part."""
+        return ops.argmax(local)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, vocab_size]` of hidden states, in the model's dtype (the sampler widens)."""
+        return self.whole_logits(self.local_logits(hidden))
 
     def give_states(self, layers: Sequence[int]) -> None:
         """Keep the residual stream of every row as it enters some layers; the number of all layers means: as

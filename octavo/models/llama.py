@@ -85,6 +85,9 @@ class LlamaAttention(Sublayer):
         """From projected heads (`[rows, heads, head_dim]`) to what is added to the stream."""
         return self.o_proj(self.attn(q, k, v, positions, cache, meta))
 
+    def leave_sums(self) -> None:
+        self.o_proj.reduce_results = False
+
 
 class LlamaMLP(Sublayer):
     """Gated feed-forward (SwiGLU, arXiv 2002.05202)."""
@@ -107,12 +110,18 @@ class LlamaMLP(Sublayer):
         x, residual = self.gate_up_proj.after(norm, x, residual, self.act)
         return self.down_proj(x), residual
 
+    def leave_sums(self) -> None:
+        self.down_proj.reduce_results = False
+
 
 class LlamaDecoderLayer(DecoderLayer):
     """Attention and feed-forward, each normalized before and added to the stream.
 
-    A family that differs overrides `attention` or `feed_forward`, which make the two, or `forward`.
+    A family that differs overrides `attention` or `feed_forward`, which make the two, or `forward`; one that
+    does something to a sublayer's result before it is added needs it whole (`leaves_sums = False`).
     """
+
+    leaves_sums = True
 
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding):
         super().__init__()
@@ -120,6 +129,10 @@ class LlamaDecoderLayer(DecoderLayer):
         self.self_attn = self.attention(config, layer, rotary)
         self.post_attention_layernorm = rms_norm(config)
         self.mlp = self.feed_forward(config, layer)
+        if self.leaves_sums:
+            self.self_attn.leave_sums()
+            self.mlp.leave_sums()
+            self.input_layernorm.sums = self.post_attention_layernorm.sums = True
 
     def attention(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding) -> Sublayer:
         """The attention of a layer."""
@@ -158,6 +171,7 @@ class LlamaModel(nn.Module):
         )
         self.layers[-1].is_last = True  # type: ignore[assignment]
         self.norm: RMSNorm | LayerNorm = rms_norm(config)
+        self.norm.sums = decoder_layer.leaves_sums
 
     def forward(
         self,
@@ -173,10 +187,10 @@ class LlamaModel(nn.Module):
         kept: list[torch.Tensor] = []
         for number, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             if number in keep:  # a copy: layers add to the stream in place
-                kept.append(x.clone() if residual is None else x + residual)
+                kept.append(x.clone() if residual is None else self.norm.summed(x) + residual)
             x, residual = layer(x, residual, positions, cache, meta)
         if len(self.layers) in keep:
-            kept.append(x if residual is None else x + residual)
+            kept.append(x if residual is None else self.norm.summed(x) + residual)
         return self.norm.add(x, residual)[0], kept
 
 
@@ -207,10 +221,16 @@ class LlamaForCausalLM(CausalLM):
     def embedding(self) -> VocabEmbedding:
         return self.model.embed_tokens
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head(hidden)
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head.local(hidden)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if self.config.logit_softcap is not None:
             logits = ops.softcap(logits, self.config.logit_softcap)
         return logits
+
+    def whole_logits(self, local: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.gather(local)
+
+    def likeliest(self, local: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.argmax(local)

@@ -49,11 +49,24 @@ class HeadsMatrix(VocabEmbedding):
 
 
 class StreamOut(Elsewhere):
-    """In place of the final norm on an earlier stage: makes the stream that goes to the next one."""
+    """In place of the final norm on an earlier stage: makes the stream that goes to the next one.
+
+    Args:
+        sums: `Norm.sums` of that norm.
+    """
+
+    def __init__(self, sums: bool):
+        super().__init__()
+        self._sums = sums
+
+    def create_weights(self, build: BuildContext, prefix: str) -> None:
+        self._group = build.group
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        if residual is None:
+            return x, None
         # What the next stage's first norm would have added: it begins with the sum, and rounds it no further.
-        return (x if residual is None else x + residual), None
+        return (self._group.all_reduce(x) if self._sums else x) + residual, None
 
 
 class StageLayers(nn.Module):
@@ -121,7 +134,7 @@ def keep_stage(model: CausalLM, part: StagePart) -> None:
     if not stage.is_first:
         decoder.embed_tokens = StreamIn()  # type: ignore[assignment]
     if not stage.is_last:
-        decoder.norm = StreamOut()  # type: ignore[assignment]
+        decoder.norm = StreamOut(decoder.norm.sums)  # type: ignore[assignment]
         remove_head(model)
         model.narrows = False
     elif not stage.is_first:

@@ -99,7 +99,7 @@ class TransformersForCausalLM(CausalLM):
         output = self._base[0](input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's own forward, from the base model's output on: head, scales and caps."""
         self._tail.hidden = hidden[None]
         return self._model_for_logits[0](inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -40,9 +40,9 @@ class DistributedGroup(TensorParallelGroup):
         if self.size == 1:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self._group)
-        return torch.cat(parts, dim=-1)
+        parts = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(parts, x.flatten(), group=self._group)
+        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def minimum(self, value: int) -> int:
         if self.size == 1:

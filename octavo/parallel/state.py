@@ -8,6 +8,8 @@ from contextvars import ContextVar
 
 import torch
 
+from octavo.kernels import ops
+
 
 class TensorParallelGroup:
     """The ranks that share each layer's weights: this rank, their number, and how they add up.
@@ -31,6 +33,32 @@ class TensorParallelGroup:
         """Every rank's `x`, joined along the last dimension in the order of ranks."""
         self._alone("all_gather")
         return x
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ops.add_rms_norm` of the sum of every rank's `x`, which may be overwritten."""
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def argmax(self, logits: torch.Tensor, first: int) -> torch.Tensor:
+        """Index of each row's largest logit among all ranks' columns; of equals the lowest index.
+
+        Args:
+            logits: this rank's columns, `[rows, columns]`, at least one.
+            first: the number of its first column among all, below 2^24.
+
+        Returns:
+            Integers `[rows]`, the same on every rank.
+        """
+        index = ops.argmax(logits)
+        if self.size == 1:
+            return index + first if first else index
+        value = logits.gather(1, index[:, None]).float()
+        # float32 holds such an index exactly.
+        pairs = self.all_gather(torch.cat((value, (index[:, None] + first).float()), dim=1))
+        values, indices = pairs.view(len(logits), self.size, 2).unbind(-1)
+        best = ops.argmax(values.contiguous())
+        return indices.gather(1, best[:, None]).squeeze(1).to(torch.int64)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' numbers: for what all have to agree on (not within a step)."""

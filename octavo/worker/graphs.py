@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from octavo.kernels import ops
 from octavo.messages import StepPlan
 from octavo.worker.input_batch import InputBatch, StepInputs
 
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 # Hopper (Llama-8B's gate and up projections take 271 µs there, 149 at 432, 155 at 512).
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 208, 256, 320, 384, 432, 480, 512)
 
-# A graph, and what it leaves: logits, likeliest tokens, the model's `aux_states`.
+# A graph, and what it leaves: this rank's part of the logits, likeliest tokens, the model's `aux_states`.
 Recorded = tuple[Any, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -33,11 +32,12 @@ class DecodeGraphs:
     all requests share is attended to once (launches of their own, so that other steps don't pay for them).
 
     A graph reads the batch's buffers, gathers the inputs, runs the model, leaves the logits at a fixed
-    place, and takes and appends the likeliest token of every request that samples: all that a step of
-    greedy requests needs. Where others take part, the sampler chooses from the logits and its tokens
-    are written over those. The first step of a size runs eagerly, on the padded inputs, and is then recorded
-    (recording executes nothing); later ones are replayed. Bounds that the host would know better for
-    one step (the longest context) are those of the engine, so that a graph serves any step.
+    place (a rank its part of them), and takes and appends the likeliest token of every request that samples:
+    all that a step of greedy requests needs. Where others take part, the sampler chooses from the logits (of
+    all ranks, gathered then) and its tokens are written over those. The first step of a size runs eagerly, on
+    the padded inputs, and is then recorded (recording executes nothing); later ones are replayed. Bounds that
+    the host would know better for one step (the longest context) are those of the engine, so that a graph
+    serves any step.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class DecodeGraphs:
         return next(size for size in self._sizes if size >= n)
 
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[size, vocab]` and likeliest tokens int32 `[size]` of a padded step.
+        """This rank's part of the logits (`CausalLM.local_logits`), `[size, …]`, and likeliest tokens int32
+        `[size]` of a padded step.
 
         The next step overwrites both.
         """
@@ -87,8 +88,8 @@ class DecodeGraphs:
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self._batch.fill(inputs)
         hidden = self._model(inputs.entering, inputs.positions, self._kv_caches, inputs.meta)
-        logits = self._model.compute_logits(hidden)
-        tokens = ops.argmax(logits).to(torch.int32)
+        logits = self._model.local_logits(hidden)
+        tokens = self._model.likeliest(logits).to(torch.int32)
         self._batch.append_all(inputs, tokens)
         return logits, tokens
 

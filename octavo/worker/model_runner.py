@@ -127,7 +127,7 @@ class ModelRunner:
                 self._pass_on(chosen, launched, timer)
                 self._draft_after(plan, inputs, chosen, launched)
                 return launched
-            logits = self._sampled_rows(rows, inputs)
+            logits = self.model.whole_logits(self._sampled_rows(rows, inputs))
         else:
             self.batch.fill(inputs)
             timer, begin = self._receive(), time.perf_counter()

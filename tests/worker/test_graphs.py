@@ -17,6 +17,7 @@ from octavo.worker.graphs import DecodeGraphs, Recorded, graph_sizes
 from octavo.worker.input_batch import StepInputs
 from tests import tiny
 from tests.engine.test_eagle3 import Watch, drafted
+from tests.parallel.thread_executor import thread_ranks  # noqa: F401 (a fixture)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 
@@ -51,8 +52,8 @@ def replayed(monkeypatch) -> list[int]:
 
     def record(self: DecodeGraphs, inputs: StepInputs) -> Recorded:
         sizes.append(len(inputs.slots))
-        vocab = self._model.config.vocab_size
-        logits = torch.full((len(inputs.slots), vocab), float("nan"))
+        # Of this rank's tokens, where there are several ranks.
+        logits = torch.full((len(inputs.slots), self._model.lm_head.rows), float("nan"))
         tokens = torch.full((len(inputs.slots),), -1, dtype=torch.int32)
         states = [torch.full_like(state, float("nan")) for state in self._model.aux_states]
         return Replay(self, inputs, logits, tokens, states), logits, tokens, states
@@ -100,6 +101,28 @@ def test_padded_steps_change_nothing(replayed, overlap, variant, backend):
         assert scored.outputs[0].token_ids == tiny.greedy(variant, 0)
     assert set(replayed) == {1, 2, 4, 8, 16}
     assert len(replayed) == 5  # each recorded once, then replayed
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3"])
+@pytest.mark.usefixtures("thread_ranks")
+def test_ranks_choose_the_likeliest_token_of_parts_of_the_logits(replayed, variant):
+    """And gather the logits of a step where somebody samples."""
+    with LLM(
+        str(tiny.checkpoint(variant)), dtype="float32", device="cpu", num_threads=1, max_num_seqs=4,
+        max_model_len=tiny.CONTEXT, skip_tokenizer_init=True, check_invariants=True,
+        kv_cache_memory_bytes=8 << 20, tensor_parallel_size=2,
+    ) as llm:  # fmt: skip
+        params = [GREEDY, GREEDY, GREEDY.clone(temperature=0.8, seed=3, max_tokens=9)]
+        outputs = llm.generate(tiny.PROMPTS, params, use_tqdm=False)
+    for i in range(2):
+        assert outputs[i].outputs[0].token_ids == tiny.greedy(variant, i)
+    assert {2, 4} <= set(replayed)
+    with LLM(
+        str(tiny.checkpoint(variant)), dtype="float32", device="cpu", num_threads=1, skip_tokenizer_init=True,
+        max_model_len=tiny.CONTEXT, kv_cache_memory_bytes=8 << 20,
+    ) as llm:  # fmt: skip
+        alone = llm.generate(tiny.PROMPTS[2:], params[2:], use_tqdm=False)
+    assert outputs[2].outputs[0].token_ids == alone[0].outputs[0].token_ids
 
 
 def test_steps_that_share_blocks_have_graphs_of_their_own(replayed, monkeypatch):
