@@ -183,7 +183,7 @@ def beside_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.programs is not None:
         from octavo.kernels.triton import block_copy
 
-        block_copy._PROGRAMS = args.programs
+        block_copy.OUT_PROGRAMS = block_copy.INTO_PROGRAMS = args.programs
     if args.way is not None:
         every = host_cache.HostCache._copiers
         patched = mock.patch.object(
