@@ -1,5 +1,5 @@
 """Products with weights of 8 and 4 bits, each by the fastest kernel for its tensors' device; meaning:
-`reference_lowbit`, whose plain versions also run where a device has no kernels."""
+`reference_lowbit` and `reference_tiles`, whose plain versions also run where a device has no kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from octavo.kernels import reference_lowbit
+from octavo.kernels import reference_lowbit, reference_tiles
 from octavo.kernels.reference_lowbit import Activation
+from octavo.kernels.reference_tiles import Tiles
 
 _TRITON = "octavo.kernels.triton.lowbit"
 
@@ -77,26 +78,9 @@ def weight_only_linear(
     return _of(x, "weight_only_linear")(x, weight, scale, bias, act)
 
 
-def int4_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    act: Activation | None = None,
+def tiles_linear(
+    x: torch.Tensor, tiles: Tiles, bias: torch.Tensor | None = None, act: Activation | None = None
 ) -> torch.Tensor:
-    """See `reference_lowbit.int4_linear`."""
-    return _of(x, "int4_linear")(x, qweight, scales, zeros, perm, bias, act)
-
-
-def nf4_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    codebook: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    act: Activation | None = None,
-) -> torch.Tensor:
-    """See `reference_lowbit.nf4_linear`."""
-    return _of(x, "nf4_linear")(x, qweight, scales, codebook, bias, act)
+    """See `reference_tiles.tiles_linear`."""
+    kernels = _kernels(x.device.type)
+    return getattr(kernels, "tiles_linear", reference_tiles.tiles_linear)(x, tiles, bias, act)

@@ -128,7 +128,7 @@ def _w8a8(
         out = (codes.double() @ weight.double().T).float()
     else:
         out = codes.float() @ weight.float().T
-    return _finish(out * x_scale[:, None] * scale, bias, dtype, act)
+    return finish(out * x_scale[:, None] * scale, bias, dtype, act)
 
 
 def fp8_block_linear(
@@ -153,7 +153,7 @@ def fp8_block_linear(
         product = codes[:, columns].float() @ weight[:, columns].float().T
         of_rows = scale[:, group].repeat_interleave(FP8_BLOCK)[: weight.shape[0]]
         out += product * x_scale[:, group, None] * of_rows
-    return _finish(out, bias, x.dtype, act)
+    return finish(out, bias, x.dtype, act)
 
 
 def weight_only_linear(
@@ -171,7 +171,7 @@ def weight_only_linear(
         scale: float32 `[N]`, `[N, K / group]`, or of blocks (`dequantize_8bit`).
         bias: `[N]` or None.
     """
-    return _finish(x.float() @ dequantize_8bit(weight, scale).T, bias, x.dtype, act)
+    return finish(x.float() @ dequantize_8bit(weight, scale).T, bias, x.dtype, act)
 
 
 def dequantize_8bit(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -185,33 +185,6 @@ def dequantize_8bit(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return wide.mul_(scale.repeat_interleave(columns // scale.shape[1], 1))
     blocks = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     return wide.mul_(blocks)
-
-
-def int4_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    act: Activation | None = None,
-) -> torch.Tensor:
-    """W4A16: `[rows, K]` to `[rows, N]` of `x`'s dtype; tensors as the module says."""
-    if perm is not None:
-        x = x[:, perm.long()]
-    return _finish(x.float() @ _grouped_int4(qweight, scales, zeros), bias, x.dtype, act)
-
-
-def nf4_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    codebook: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    act: Activation | None = None,
-) -> torch.Tensor:
-    """4-bit weights from a table: `[rows, K]` to `[rows, N]` of `x`'s dtype; tensors as the module says."""
-    return _finish(x.float() @ dequantize_nf4(qweight, scales, codebook).T, bias, x.dtype, act)
 
 
 def unpack_rows(qweight: torch.Tensor) -> torch.Tensor:
@@ -244,12 +217,15 @@ def dequantize_int4(
     perm: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float32 `[N, K]`, columns in x's order."""
-    grouped = _grouped_int4(qweight, scales, zeros)
-    if perm is None:
-        return grouped.T
+    grouped = _grouped_int4(qweight, scales, zeros).T
+    return grouped if perm is None else in_order(grouped, perm)
+
+
+def in_order(grouped: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    """`[N, K]` with columns in x's order, from those in the codes' order."""
     wide = perm.long()
-    out = grouped.new_zeros(int(wide.max()) + 1, grouped.shape[1])  # every column of x has its row
-    return out.index_add_(0, wide, grouped).T
+    out = grouped.new_zeros(grouped.shape[0], int(wide.max()) + 1)  # every column of x has its own
+    return out.index_add_(1, wide, grouped)
 
 
 def _grouped_int4(qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
@@ -265,8 +241,9 @@ def dequantize_nf4(qweight: torch.Tensor, scales: torch.Tensor, codebook: torch.
     return (values * scales.float()[:, None, :]).flatten(0, 1).T
 
 
-def _finish(
+def finish(
     out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, act: Activation | None
 ) -> torch.Tensor:
+    """A product's bias, rounding and activation."""
     out = (out if bias is None else out + bias.float()).to(dtype)
     return out if act is None else act(out)

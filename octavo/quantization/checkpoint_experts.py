@@ -238,7 +238,7 @@ class CheckpointExperts(ExpertsMethod):
         self, matrices: Sequence[Sequence[Matrix]], columns: int, hardware: Hardware
     ) -> list[Runner]:
         if hardware.kind != "cpu":
-            return [MatricesRunner(join(parts)) for parts in matrices]
+            return [MatricesRunner([m.for_kernels() for m in join(parts)]) for parts in matrices]
         out: list[Runner] = []
         for parts in matrices:
             packed = packable(parts)

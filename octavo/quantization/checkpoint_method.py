@@ -253,7 +253,7 @@ class CheckpointMethod(LinearMethod):
             elif mode is not None:
                 matrix = of_mode(matrix, mode)
             kept.append(matrix.for_activations(dtype))
-        return MatricesRunner(join(kept))
+        return MatricesRunner([matrix.for_kernels() for matrix in join(kept)])
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _runner_of(layer).apply(x, bias)

@@ -18,9 +18,11 @@ from octavo.kernels.reference_lowbit import (
     dequantize_8bit,
     dequantize_int4,
     dequantize_nf4,
+    in_order,
     pack_columns,
     unpack_columns,
 )
+from octavo.kernels.reference_tiles import NF4, Tiles, dequantize_tiles, make_tiles, tiles_shapes
 from octavo.quantization import gpu_linear
 from octavo.quantization.scheme import ActivationScheme, WeightScheme
 
@@ -65,6 +67,10 @@ class Matrix(ABC):
 
     def for_activations(self: _M, dtype: torch.dtype) -> _M:
         """The same with scales of the type that the kernels take beside activations of `dtype`."""
+        return self
+
+    def for_kernels(self) -> Matrix:
+        """The same in the layout that kernels multiply, once nothing is joined or put in another order."""
         return self
 
 
@@ -142,7 +148,11 @@ class Int4Matrix(Matrix):
         return dequantize_int4(self.qweight, self.scales, self.zeros, self.perm)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
-        return lowbit_ops.int4_linear(x, self.qweight, self.scales, self.zeros, self.perm, bias, act)
+        return self.for_kernels().linear(x, bias, act)
+
+    def for_kernels(self) -> TilesMatrix:
+        zeros = None if self.zeros is None else unpack_columns(self.zeros)
+        return TilesMatrix(make_tiles(self.qweight, self.scales, zeros), 8 * self.qweight.shape[0], self.perm)
 
     def joined(self, below: Int4Matrix) -> Int4Matrix | None:
         if self.scales.shape[0] != below.scales.shape[0] or not _same(self.perm, below.perm):
@@ -173,7 +183,9 @@ class Int4Matrix(Matrix):
         return self.qweight.new_full((self.scales.shape[0], self.rows // 8), _EIGHTS)
 
     def for_activations(self, dtype: torch.dtype) -> Int4Matrix:
-        return replace(self, scales=self.scales.to(dtype))
+        # A type of 16 bits stays beside activations of the other one: each would round the other's numbers.
+        kept = self.scales.dtype if dtype.itemsize == self.scales.element_size() else dtype
+        return replace(self, scales=self.scales.to(kept))
 
 
 @dataclass(frozen=True)
@@ -192,7 +204,12 @@ class Nf4Matrix(Matrix):
         return dequantize_nf4(self.qweight, self.scales, self.codebook)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
-        return lowbit_ops.nf4_linear(x, self.qweight, self.scales, self.codebook, bias, act)
+        return self.for_kernels().linear(x, bias, act)
+
+    def for_kernels(self) -> TilesMatrix:
+        return TilesMatrix(
+            make_tiles(self.qweight, self.scales, None, self.codebook), 8 * self.qweight.shape[0]
+        )
 
     def joined(self, below: Nf4Matrix) -> Nf4Matrix | None:
         if self.scales.shape[0] != below.scales.shape[0] or not _same(self.codebook, below.codebook):
@@ -208,6 +225,47 @@ class Nf4Matrix(Matrix):
 
     def taken(self, order: torch.Tensor) -> Nf4Matrix:
         return Nf4Matrix(self.qweight[:, order], self.scales[:, order], self.codebook)
+
+
+@dataclass(frozen=True)
+class TilesMatrix(Matrix):
+    """Weights of 4 bits as GPUs multiply them, and nothing is done to them any more.
+
+    Attributes:
+        columns: K.
+        perm: int32 `[K]`, as of int4: columns of x in the order of the codes.
+    """
+
+    tiles: Tiles
+    columns: int
+    perm: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.tiles.rows
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {**self.tiles._asdict(), "perm": self.perm}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    def dequantize(self) -> torch.Tensor:
+        grouped = dequantize_tiles(self.tiles, self.columns)
+        return grouped if self.perm is None else in_order(grouped, self.perm)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
+        if self.perm is not None:
+            x = x.index_select(1, self.perm)
+        return lowbit_ops.tiles_linear(x, self.tiles, bias, act)
+
+    def joined(self, below: TilesMatrix) -> TilesMatrix | None:
+        return None
+
+    def taken(self, order: torch.Tensor) -> TilesMatrix:
+        raise NotImplementedError("rows change places before they are laid out in tiles")
+
+    def padded(self, rows: int) -> TilesMatrix:
+        raise NotImplementedError("rows are filled up before they are laid out in tiles")
 
 
 @dataclass(frozen=True)
@@ -296,12 +354,19 @@ def blank_matrix(
 
     groups = 1 if scheme.group_size is None else -(-columns // scheme.group_size)
     if scheme.bits == 4:
-        qweight = empty(torch.int32, columns // 8, rows)
-        if scheme.kind == "nf4":
-            return Nf4Matrix(qweight, empty(torch.float32, groups, rows), empty(torch.float32, 16))
-        zeros = None if scheme.symmetric else empty(torch.int32, groups, rows // 8)
-        perm = empty(torch.int32, columns) if scheme.act_order else None
-        return Int4Matrix(qweight, empty(dtype, groups, rows), zeros, perm)
+        nf4 = scheme.kind == "nf4"
+        kind = torch.float32 if nf4 else dtype
+        group, codes, scales, zeros = tiles_shapes(rows, columns, groups, kind.itemsize)
+        tiles = Tiles(
+            empty(torch.int16, *codes),
+            empty(torch.float32 if kind.itemsize == 4 else torch.int32, *scales),
+            None if nf4 or scheme.symmetric else empty(torch.int32, *zeros),
+            group,
+            kind,
+            empty(torch.float32, 16) if nf4 else None,
+            NF4 if nf4 else None,
+        )
+        return TilesMatrix(tiles, columns, empty(torch.int32, columns) if scheme.act_order else None)
     shape: tuple[int, ...] = (rows,) if groups == 1 else (rows, groups)
     if scheme.strategy == "block":
         shape = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))

@@ -24,7 +24,7 @@ from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.capability import Hardware
 from octavo.quantization.checkpoint_runners import DenseRunner, MatricesRunner, PackedRunner
 from octavo.quantization.linear_method import linear_method
-from octavo.quantization.matrices import Int4Matrix, Matrix, Matrix8, Nf4Matrix
+from octavo.quantization.matrices import Matrix, Matrix8, TilesMatrix
 from octavo.worker.weight_bytes import kept_weight_bytes
 from tests import tiny
 from tests.parallel.threads import on_ranks
@@ -134,22 +134,22 @@ def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         return runner.matrices
 
     (qkv,) = matrices("w4a16", "self_attn.qkv_proj")
-    assert isinstance(qkv, Int4Matrix)
-    assert qkv.qweight.shape == (8, 128) and qkv.scales.shape == (2, 128)
-    assert qkv.zeros is None and qkv.perm is None and qkv.scales.dtype is torch.float32
+    assert isinstance(qkv, TilesMatrix)
+    assert qkv.tiles.codes.shape == (2, 128, 32) and qkv.tiles.scales.shape == (8, 128)
+    assert qkv.tiles.zeros is None and qkv.perm is None and qkv.tiles.scales.dtype is torch.float32
     (qkv,) = matrices("gptq_desc_act", "self_attn.qkv_proj")
-    assert isinstance(qkv, Int4Matrix) and qkv.perm is not None and qkv.zeros is not None
-    assert qkv.zeros.shape == (2, 16)
+    assert isinstance(qkv, TilesMatrix) and qkv.perm is not None and qkv.tiles.zeros is not None
+    assert qkv.tiles.zeros.shape == (1, 128)
     (qkv,) = matrices("fp8_static", "self_attn.qkv_proj")
     assert isinstance(qkv, Matrix8) and qkv.scale.shape == (128,) and qkv.input_scale is not None
     q, v = matrices("mixed", "self_attn.qkv_proj")
-    assert isinstance(q, Int4Matrix) and isinstance(v, Matrix8) and v.weight.dtype is torch.int8
+    assert isinstance(q, TilesMatrix) and isinstance(v, Matrix8) and v.weight.dtype is torch.int8
     # k's 64 rows are half a block.
     assert [matrix.rows for matrix in matrices("fp8_block", "self_attn.qkv_proj")] == [192, 64]
     (up,) = matrices("fp8_block", "mlp.gate_up_proj")
     assert isinstance(up, Matrix8) and up.scale.shape == (4, 1)
     (up,) = matrices("bnb_nf4_nested", "mlp.gate_up_proj")
-    assert isinstance(up, Nf4Matrix) and up.scales.shape == (1, 384)
+    assert isinstance(up, TilesMatrix) and up.tiles.scales.shape == (1, 384) and up.tiles.table is not None
 
 
 def fill(

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
+from octavo.kernels.triton.split_sums import end_tile
 from octavo.kernels.triton.workspace import workspace
 
 MAX_ROWS = 256
@@ -56,26 +56,6 @@ def _multiply(weights, x, acc, WEIGHTS_FIRST: tl.constexpr, PRECISION: tl.conste
         return tl.dot(x, tl.trans(weights), acc, input_precision=PRECISION)
 
 
-@triton.jit
-def _add_parts(part_ptr, stride, mask, SPLITS: tl.constexpr):
-    # Written by other multiprocessors: read past the L1 (".cg").
-    total = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(part_ptr + split * stride, mask=mask, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def _finish(acc, bias_ptr, out_at, live, HAS_BIAS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
-            dtype: tl.constexpr):  # fmt: skip
-    """`[rows, outputs]` with the bias, rounded."""
-    if WEIGHTS_FIRST:
-        acc = tl.trans(acc)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + out_at, mask=live, other=0.0).to(tl.float32)[None, :]
-    return acc.to(dtype)
-
-
 @triton.jit(do_not_specialize=["rows", "steps", "prefetch"])
 def _skinny_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, part_ptr, counter_ptr,
@@ -97,7 +77,6 @@ def _skinny_linear_kernel(
     begin = tl.program_id(2) * steps * BLOCK_IN
     end = tl.minimum(begin + steps * BLOCK_IN, size_in)
     out_at = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    live = out_at < size_out
     # Beyond the last output the last one is read again, and not stored: loads without a mask.
     weight_at = weight_ptr + tl.minimum(out_at, size_out - 1).to(tl.int64) * weight_row
     up_offset = tl.cast(size_out, tl.int64) * weight_row  # may be the constant 1
@@ -140,39 +119,10 @@ def _skinny_linear_kernel(
                 )
             up = _multiply(w_up, x, up, WEIGHTS_FIRST, PRECISION)
 
-    if SPLITS > 1:
-        outputs = tl.arange(0, BLOCK_OUT)
-        if WEIGHTS_FIRST:
-            at = outputs[:, None] * BLOCK_ROWS + row_in_tile[None, :]
-            mask = live[:, None] & present[None, :]
-        else:
-            at = row_in_tile[:, None] * BLOCK_OUT + outputs[None, :]
-            mask = present[:, None] & live[None, :]
-        TILE: tl.constexpr = BLOCK_OUT * BLOCK_ROWS
-        STRIDE: tl.constexpr = TILE * (2 if ACT else 1)
-        place = tile * tl.num_programs(0) + tl.program_id(0)
-        parts = part_ptr + place.to(tl.int64) * (SPLITS * STRIDE) + at
-        mine = parts + tl.program_id(2) * STRIDE
-        tl.store(mine, acc, mask=mask)
-        if ACT:
-            tl.store(mine + TILE, up, mask=mask)
-        # All threads' stores come before the release by the one that counts.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + place, 1, sem="acq_rel")
-        if arrived != SPLITS - 1:
-            return
-        tl.store(counter_ptr + place, 0)
-        acc = _add_parts(parts, STRIDE, mask, SPLITS)
-        if ACT:
-            up = _add_parts(parts + TILE, STRIDE, mask, SPLITS)
-
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    result = _finish(acc, bias_ptr, out_at, live, HAS_BIAS, WEIGHTS_FIRST, dtype)
-    if ACT:
-        wide = _finish(up, bias_ptr + size_out, out_at, live, HAS_BIAS, WEIGHTS_FIRST, dtype)
-        result = gated(result, wide, ACT == 2)
-    target = out_ptr + row[:, None] * out_row + out_at[None, :]
-    tl.store(target, result, mask=present[:, None] & live[None, :])
+    end_tile(
+        acc, up, bias_ptr, out_ptr, part_ptr, counter_ptr, out_row, size_out, rows,
+        BLOCK_ROWS, BLOCK_OUT, SPLITS, WEIGHTS_FIRST, HAS_BIAS, ACT,
+    )  # fmt: skip
 
 
 _skinny_linear = Launcher(_skinny_linear_kernel, overlap=True)

@@ -1,0 +1,140 @@
+"""Codes of 4 and 8 bits as numbers of 16 bits, two at a time in a register, a few instructions for each pair.
+
+A float's mantissa bits count from its exponent on: code q or-ed into the number 128 (bfloat16; 1024 for
+float16) is 128 + q, and one exact operation on the pair takes that and the zero point away.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+# Four nibbles of each of two int16 in a register, less the pair in $5, to four pairs.
+_NIBBLES = """{{
+.reg .b32 t, one;
+mov.b32 one, {one};
+lop3.b32 $0, $4, 0x000f000f, {base}, 0xea;
+shr.b32 t, $4, 4;
+lop3.b32 $1, t, 0x000f000f, {base}, 0xea;
+shr.b32 t, $4, 8;
+lop3.b32 $2, t, 0x000f000f, {base}, 0xea;
+shr.b32 t, $4, 12;
+lop3.b32 $3, t, 0x000f000f, {base}, 0xea;
+fma.rn.{pair} $0, $0, one, $5;
+fma.rn.{pair} $1, $1, one, $5;
+fma.rn.{pair} $2, $2, one, $5;
+fma.rn.{pair} $3, $3, one, $5;
+}}"""
+_BF16_NIBBLES: tl.constexpr = tl.constexpr(
+    _NIBBLES.format(one="0x3f803f80", base="0x43004300", pair="bf16x2")
+)
+_FP16_NIBBLES: tl.constexpr = tl.constexpr(_NIBBLES.format(one="0x3c003c00", base="0x64006400", pair="f16x2"))
+
+
+@triton.jit
+def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """Nibbles less their zero point: int16 codes `[n, m]`, int32 zeros `[n]`, to four of `dtype` `[n, m]`.
+
+    PACKED: by PTX, for a 16-bit `dtype`; else by what Triton's interpreter knows.
+    """
+    if PACKED:
+        BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
+        less = tl.broadcast_to((-zero - BASE).to(tl.float32).to(dtype)[:, None], codes.shape)
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                _BF16_NIBBLES, "=&r,=&r,=&r,=&r,r,r", [codes, less],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                _FP16_NIBBLES, "=&r,=&r,=&r,=&r,r,r", [codes, less],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        wide = codes.to(tl.int32)
+        less = zero[:, None]
+        return (
+            ((wide & 15) - less).to(dtype),
+            ((wide >> 4 & 15) - less).to(dtype),
+            ((wide >> 8 & 15) - less).to(dtype),
+            ((wide >> 12 & 15) - less).to(dtype),
+        )
+
+
+@triton.jit
+def unpack_table(codes, table_ptr, dtype: tl.constexpr, LOOK_UP: tl.constexpr):
+    """Numbers of a table by nibbles of int16 codes, as four of `dtype`, in the codes' shape.
+
+    LOOK_UP: `table_ptx` of the table and `dtype`; None: it is read from memory, float32 `[16]`.
+    """
+    if LOOK_UP is not None:
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                LOOK_UP, "=&r,=&r,=&r,=&r,r", [codes],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                LOOK_UP, "=&r,=&r,=&r,=&r,r", [codes],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        wide = codes.to(tl.int32)
+        return (
+            tl.load(table_ptr + (wide & 15)).to(dtype),
+            tl.load(table_ptr + (wide >> 4 & 15)).to(dtype),
+            tl.load(table_ptr + (wide >> 8 & 15)).to(dtype),
+            tl.load(table_ptr + (wide >> 12 & 15)).to(dtype),
+        )
+
+
+def _bits(value: float, bfloat16: bool) -> int:
+    """The 16 bits of a number, rounded to nearest even."""
+    if not bfloat16:
+        return int.from_bytes(struct.pack("<e", value), "little")
+    wide = int.from_bytes(struct.pack("<f", value), "little")
+    return (wide + 0x7FFF + (wide >> 16 & 1)) >> 16 & 0xFFFF
+
+
+def _words(values: list[int]) -> list[str]:
+    """Bytes as 32-bit constants, the first one lowest."""
+    return [hex(int.from_bytes(bytes(values[at : at + 4]), "little")) for at in range(0, len(values), 4)]
+
+
+def table_ptx(values: tuple[float, ...], bfloat16: bool) -> str:
+    """The code of `unpack_table` for 16 numbers, which it holds as constants.
+
+    `prmt` chooses four bytes of eight by a nibble each. So for four codes two of them look up the lower
+    bytes and two the upper ones, among the first and the last eight numbers; the codes' highest bits, spread
+    over bytes, choose between these.
+    """
+    bits = [_bits(value, bfloat16) for value in values]
+    low, high = _words([b & 0xFF for b in bits]), _words([b >> 8 for b in bits])
+    lines = [
+        ".reg .b32 w<2>, s<2>, m<2>, a, b, l<2>, h<2>, p, q;",
+        "mov.b32 w0, $4;",
+        "shr.b32 w1, $4, 16;",
+    ]
+    for i in range(2):
+        lines += [
+            f"and.b32 s{i}, w{i}, 0x7777;",
+            f"shr.b32 m{i}, w{i}, 3;",
+            f"and.b32 m{i}, m{i}, 0x1111;",
+            f"prmt.b32 m{i}, 0xff00, 0, m{i};",
+        ]
+        for name, table in (("l", low), ("h", high)):
+            lines += [
+                f"prmt.b32 a, {table[0]}, {table[1]}, s{i};",
+                f"prmt.b32 b, {table[2]}, {table[3]}, s{i};",
+                f"lop3.b32 {name}{i}, m{i}, b, a, 0xca;",  # m ? b : a
+            ]
+    for first, selector in ((0, 0x5140), (2, 0x7362)):  # codes `first` and the next of both elements
+        lines += [
+            f"prmt.b32 p, l0, h0, {selector:#x};",
+            f"prmt.b32 q, l1, h1, {selector:#x};",
+            f"prmt.b32 ${first}, p, q, 0x5410;",
+            f"prmt.b32 ${first + 1}, p, q, 0x7632;",
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
