@@ -282,6 +282,11 @@ class EngineConfig:
         "in the engine's (uni).",
         choices=(None, "mp", "uni"),
     )
+    disable_custom_all_reduce: bool = setting(
+        False,
+        "Let NCCL add up over tensor-parallel ranks always, instead of a kernel that writes into the other "
+        "GPUs' memory where rows are few.",
+    )
     distributed_timeout_seconds: int = setting(
         300,
         "Seconds that ranks may take for a step, or for an operation of all of them, before the engine ends.",

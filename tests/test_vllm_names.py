@@ -115,7 +115,7 @@ def test_what_changes_nothing_is_taken_and_said(caplog):
                 structured_outputs_config={"backend": "outlines"},
                 max_seq_len_to_capture=8192,
                 disable_log_requests=True,
-                disable_custom_all_reduce=True,
+                ray_workers_use_nsight=True,
                 limit_mm_per_prompt={"image": 0},
                 served_model_name="m",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from octavo.errors import ConfigError
+from octavo.parallel.peer_memory import PeerError, PeerMemory
 from octavo.parallel.state import TensorParallelGroup
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
 
@@ -18,12 +22,19 @@ LOOPBACK = "lo"
 class DistributedGroup(TensorParallelGroup):
     """One rank of the processes that share each layer.
 
-    Results are the same on all ranks to the bit: a part of a sum is added up in one place.
+    Results are the same on all ranks to the bit: a part of a sum is added up in one place, or in the same
+    order everywhere.
 
     Args:
         rank, size: of this group.
         group: torch.distributed's.
+
+    Attributes:
+        transport: how parts of a sum get to the other ranks, for the log.
     """
+
+    transport = "gloo"
+    _peers: PeerMemory | None = None  # what few rows are added up through
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup):
         super().__init__(rank, size)
@@ -32,6 +43,8 @@ class DistributedGroup(TensorParallelGroup):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1 or not x.numel():
             return x
+        if self._peers is not None and (box := self._peers.box_for(x)) is not None:
+            return self._peers.kernels.sum_over_ranks(x, box)
         x = x.contiguous()
         dist.all_reduce(x, group=self._group)
         return x
@@ -43,6 +56,49 @@ class DistributedGroup(TensorParallelGroup):
         parts = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(parts, x.flatten(), group=self._group)
         return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._peers is not None and residual.stride(-1) == 1 and residual.dtype is x.dtype and len(x):
+            if (box := self._peers.box_for(x)) is not None:
+                kernels = self._peers.kernels
+                return kernels.sum_add_rms_norm(x, residual, weight, eps, box)
+        return super().add_rms_norm(x, residual, weight, eps)
+
+    def argmax(self, logits: torch.Tensor, first: int) -> torch.Tensor:
+        if self._peers is None or not 0 < len(logits) <= self._peers.rows:
+            return super().argmax(logits, first)
+        kernels = self._peers.kernels
+        values, indices = kernels.largest_in_parts(logits)
+        return kernels.best_over_ranks(values, indices, first, self._peers.boxes[4])
+
+    def join_peers(self, device: torch.device, few_rows: bool) -> None:
+        """Settle how parts of sums get to the other ranks. Every rank of the group calls this at one point.
+
+        Args:
+            device: where they are.
+            few_rows: on GPUs, add few rows up in memory that all ranks write, where that is possible.
+
+        Raises:
+            ConfigError: it seemed possible, and does not work.
+        """
+        if self.size == 1 or device.type != "cuda":
+            return
+        self.transport = "NCCL"
+        if not few_rows:
+            return
+        try:
+            self._peers = PeerMemory(self.rank, self.size, device, self._gather_bytes)
+        except PeerError as error:
+            logger.warning("sums over ranks go through NCCL alone: %s", error)
+        else:
+            self.transport = f"peer memory up to {self._peers.rows} rows, NCCL beyond"
+
+    def _gather_bytes(self, own: bytes) -> list[bytes]:
+        parts = [torch.empty(len(own), dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=self._group)
+        return [part.numpy().tobytes() for part in parts]
 
     def minimum(self, value: int) -> int:
         if self.size == 1:
@@ -83,8 +139,8 @@ class Ranks:
         stage: its stage.
     """
 
-    world: TensorParallelGroup
-    tensor: TensorParallelGroup
+    world: DistributedGroup
+    tensor: DistributedGroup
     stage: int = 0
 
 

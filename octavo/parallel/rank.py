@@ -116,6 +116,7 @@ def _load(setup: RankSetup) -> Worker:
     sizes, seconds = (setup.rank, setup.tensor, setup.pipeline), config.distributed_timeout_seconds
     ranks = join_ranks(*sizes, setup.rendezvous, device, seconds)
     stages = join_stages(*sizes, device, seconds)
+    ranks.tensor.join_peers(device, few_rows=not config.disable_custom_all_reduce)
     return Worker(config, group=ranks.tensor, stages=stages)
 
 

@@ -18,6 +18,8 @@ class TensorParallelGroup:
     ranks overrides the collectives.
     """
 
+    transport = ""  # how parts of a sum get to other ranks, for the log
+
     def __init__(self, rank: int = 0, size: int = 1):
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not among {size} ranks")

@@ -26,6 +26,8 @@ def describe(worker: Worker, threads: int) -> dict[str, str]:
         "attention": worker.model.attention_layers()[0].backend.name,
         "kv cache": _cache(worker),
     }
+    if worker.group.size > 1:
+        summary["sums over ranks"] = worker.group.transport
     if worker.part is not None:
         summary["stages"] = worker.part.stage.describe()
     if worker.tiers is not None:

@@ -107,22 +107,20 @@ _choose_parts = Launcher(_choose_kernel, overlap=True)
 _choose_among = Launcher(_reduce_kernel, overlap=True)
 
 _BLOCK = 1024
-_MAX_PARTS = 512
+MAX_PARTS = 512
 
 
-def _choose(
+def _choose_in_parts(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
     k0: torch.Tensor | None,
     k1: torch.Tensor | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each part of a row, float32 `[rows, parts]`, and where it is, int32; some rows."""
     rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows == 0:
-        return out
     # About 1024 programs fill any current chip; beyond that, more parts only cost the second pass.
     blocks = ceil_div(vocab, _BLOCK)
-    steps = ceil_div(blocks, max(1, min(blocks, 1024 // rows, _MAX_PARTS)))
+    steps = ceil_div(blocks, max(1, min(blocks, 1024 // rows, MAX_PARTS)))
     parts = ceil_div(blocks, steps)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     indices = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
@@ -143,8 +141,29 @@ def _choose(
         (_BLOCK, noise),
         4,
     )
-    _choose_among((rows, 1, 1), (values, indices, out), (), (parts,), (_MAX_PARTS,), 4)
+    return values, indices
+
+
+def _choose(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    k0: torch.Tensor | None,
+    k1: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        values, indices = _choose_in_parts(logits, temperature, k0, k1)
+        _choose_among((len(logits), 1, 1), (values, indices, out), (), (values.shape[1],), (MAX_PARTS,), 4)
     return out
+
+
+def largest_in_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit in each of up to `MAX_PARTS` parts of every row, of some rows: see `argmax`.
+
+    Returns:
+        Float32 `[rows, parts]`, and where each one is in its row, int32; of equals the lowest index.
+    """
+    return _choose_in_parts(logits, None, None, None)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
