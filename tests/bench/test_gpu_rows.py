@@ -37,8 +37,10 @@ def parsed(command):
     return build_parser("bench").parse_args(words[1:])
 
 
-def test_commands_are_real_and_their_shapes_exist(gpu, table, monkeypatch):
+@pytest.mark.parametrize("file", ["gpu_rows.json", "ranks_rows.json"])
+def test_commands_are_real_and_their_shapes_exist(gpu, file, monkeypatch):
     monkeypatch.chdir(ROOT)
+    table = gpu.load_rows(ROOT / "benchmarks" / file)
     for row in [*table["rows"], *table["reports"]]:
         args = parsed(row["command"])
         if args.benchmark != "scheduler":
@@ -48,8 +50,14 @@ def test_commands_are_real_and_their_shapes_exist(gpu, table, monkeypatch):
             assert (model.hidden_size, model.vocab_size) in ((4096, 128256), (1024, 151936))
 
 
-def test_workloads_are_the_agreed_ones(table):
+def test_workloads_are_the_agreed_ones(gpu, table):
     commands = {row["id"]: row["command"] for row in table["rows"]}
+    for row in gpu.load_rows(ROOT / "benchmarks" / "ranks_rows.json")["rows"]:
+        name = f"llama-8b/{row['id'].partition('/')[2]}"  # the same as on one GPU, on two
+        here, there = vars(parsed(row["command"])), vars(parsed(commands[name]))
+        changed = {key for key in here | there if here.get(key) != there.get(key)}
+        ways = {"tensor_parallel_size", "pipeline_parallel_size", "disable_custom_all_reduce"}
+        assert changed and changed <= ways
     for name, count in (("llama-8b", 512), ("qwen3-0.6b", 256)):
         items = workload(parsed(commands[f"{name}/throughput"]), 0).items()
         assert items == random_requests(count, (100, 1024), (100, 1024))
