@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import struct
 from typing import Any
 
 import pytest
@@ -12,11 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import ops, reference_tiles
-from octavo.kernels.reference_tiles import NF4, Tiles, dequantize_tiles
+from octavo.kernels.reference_tiles import Tiles, dequantize_tiles
 from octavo.kernels.triton import tiles as kernels
 from octavo.kernels.triton import weight_only
 from octavo.kernels.triton.tiles import TilesConfig
-from octavo.kernels.triton.unpack import table_ptx
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import tiles_cases
 from tests.kernels.tiles_cases import FORMS
@@ -93,63 +90,6 @@ def test_no_rows_and_refusals() -> None:
         kernels.tiles_linear(x, case.tiles, None, "relu", config)
     with pytest.raises(ValueError, match="256 columns in 16 groups: groups must be of multiples of 32"):
         reference_tiles.group_of(256, 16)
-
-
-def _run_ptx(code: str, word: int) -> dict[str, int]:
-    """What straight-line PTX leaves in registers, of the few instructions that unpacking has."""
-    registers: dict[str, int] = {"$4": word}
-
-    def value(operand: str) -> int:
-        return registers[operand] if operand in registers else int(operand, 0)
-
-    for line in code.strip("{}\n").splitlines():
-        name, _, rest = line.strip().rstrip(";").partition(" ")
-        if name.startswith("."):
-            continue
-        target, *operands = re.split(r",\s*", rest)
-        a, *others = (value(operand) for operand in operands)
-        if name == "mov.b32":
-            found = a
-        elif name == "shr.b32":
-            found = a >> others[0]
-        elif name == "and.b32":
-            found = a & others[0]
-        elif name == "prmt.b32":
-            eight, found = (a | others[0] << 32).to_bytes(8, "little"), 0
-            for i in range(4):
-                which = others[1] >> 4 * i & 15
-                assert which < 8  # else it would repeat a sign
-                found |= eight[which] << 8 * i
-        else:
-            assert name == "lop3.b32", name
-            b, c, table = others
-            found = 0
-            for bit in range(32):
-                index = (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1
-                found |= (table >> index & 1) << bit
-        registers[target] = found & 0xFFFFFFFF
-    return registers
-
-
-@pytest.mark.parametrize("bfloat16", [True, False])
-def test_the_code_that_looks_numbers_up(bfloat16: bool) -> None:
-    """As PTX's manual says what its instructions do; every code in every place."""
-    code = table_ptx(NF4, bfloat16)
-    form = torch.bfloat16 if bfloat16 else torch.float16
-    want = [int(n) & 0xFFFF for n in torch.tensor(NF4).to(form).view(torch.int16)]
-    for first in range(16):
-        nibbles = [(first + 3 * i) % 16 for i in range(8)]
-        word = sum(nibble << 4 * i for i, nibble in enumerate(nibbles))
-        found = _run_ptx(code, word)
-        for i in range(4):
-            assert found[f"${i}"] == want[nibbles[i]] | want[nibbles[i + 4]] << 16
-
-
-def test_codes_or_ed_into_a_number() -> None:
-    """Why the PTX for affine codes is right: bits of 128 + q, and of 1024 + q."""
-    for q in range(16):
-        assert struct.unpack("<f", struct.pack("<I", (0x4300 | q) << 16))[0] == 128 + q
-        assert struct.unpack("<e", struct.pack("<H", 0x6400 | q))[0] == 1024 + q
 
 
 def test_a_matrix_needs_no_more_than_its_tiles() -> None:

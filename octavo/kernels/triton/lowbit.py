@@ -5,6 +5,6 @@ What a GPU has no kernel for runs by its plain twin in `octavo.kernels.reference
 
 from __future__ import annotations
 
-from octavo.kernels.triton.weight_only import tiles_linear
+from octavo.kernels.triton.weight_only import tiles_linear, weight_only_linear
 
-__all__ = ["tiles_linear"]
+__all__ = ["tiles_linear", "weight_only_linear"]

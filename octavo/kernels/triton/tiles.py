@@ -17,7 +17,7 @@ import triton.language as tl
 from octavo.kernels.reference_tiles import BLOCK, SLAB, STEP, Tiles
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
 from octavo.kernels.triton.split_sums import end_tile
-from octavo.kernels.triton.unpack import table_ptx, unpack_affine, unpack_table
+from octavo.kernels.triton.unpack import by_ptx, table_ptx, unpack_affine, unpack_table
 from octavo.kernels.triton.workspace import workspace
 
 MAX_ROWS = 512
@@ -269,13 +269,8 @@ _tiles = Launcher(_tiles_kernel, overlap=True)
 _expand = Launcher(_expand_kernel)
 
 
-def _packed() -> bool:
-    """Whether codes are unpacked by PTX, which Triton's interpreter does not know."""
-    return not triton.knobs.runtime.interpret
-
-
 def _look_up(tiles: Tiles, dtype: torch.dtype) -> str | None:
-    if tiles.values is None or not _packed() or dtype == torch.float32:
+    if tiles.values is None or not by_ptx() or dtype == torch.float32:
         return None
     return table_ptx(tiles.values, dtype == torch.bfloat16)
 
@@ -340,7 +335,7 @@ def tiles_linear(
         (
             block_rows, block_out, stages, splits, min(prefetch, power_of_2(2 * steps)), tiles.group,
             _SCALES[tiles.scale_type], tiles.zeros is not None, tiles.table is not None,
-            _look_up(tiles, x.dtype), _packed(), even, bias is not None, _ACTS[act],
+            _look_up(tiles, x.dtype), by_ptx(), even, bias is not None, _ACTS[act],
         ),
         warps,
     )  # fmt: skip
@@ -360,7 +355,7 @@ def expand_tiles(tiles: Tiles, columns: int, dtype: torch.dtype) -> torch.Tensor
         (),
         (
             block_out, tiles.group, _SCALES[tiles.scale_type], tiles.zeros is not None,
-            tiles.table is not None, _look_up(tiles, dtype), _packed(),
+            tiles.table is not None, _look_up(tiles, dtype), by_ptx(),
         ),
         4,
     )  # fmt: skip

@@ -33,6 +33,11 @@ _BF16_NIBBLES: tl.constexpr = tl.constexpr(
 _FP16_NIBBLES: tl.constexpr = tl.constexpr(_NIBBLES.format(one="0x3c003c00", base="0x64006400", pair="f16x2"))
 
 
+def by_ptx() -> bool:
+    """Whether codes are unpacked by PTX, which Triton's interpreter does not know."""
+    return not triton.knobs.runtime.interpret
+
+
 @triton.jit
 def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
     """Nibbles less their zero point: int16 codes `[n, m]`, int32 zeros `[n]`, to four of `dtype` `[n, m]`.
@@ -61,6 +66,94 @@ def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
             ((wide >> 8 & 15) - less).to(dtype),
             ((wide >> 12 & 15) - less).to(dtype),
         )
+
+
+# Four int8 in a register to two pairs. For bfloat16 by way of float32, whose upper half holds them: b + 128
+# or-ed into 2 ** 23.
+_BF16_BYTES = tl.constexpr("""{
+.reg .b32 u, t<4>;
+.reg .f32 f<4>;
+xor.b32 u, $2, 0x80808080;
+prmt.b32 t0, u, 0x4b000000, 0x7440;
+prmt.b32 t1, u, 0x4b000000, 0x7441;
+prmt.b32 t2, u, 0x4b000000, 0x7442;
+prmt.b32 t3, u, 0x4b000000, 0x7443;
+mov.b32 f0, t0;
+mov.b32 f1, t1;
+mov.b32 f2, t2;
+mov.b32 f3, t3;
+sub.f32 f0, f0, 0f4B000080;
+sub.f32 f1, f1, 0f4B000080;
+sub.f32 f2, f2, 0f4B000080;
+sub.f32 f3, f3, 0f4B000080;
+mov.b32 t0, f0;
+mov.b32 t1, f1;
+mov.b32 t2, f2;
+mov.b32 t3, f3;
+prmt.b32 $0, t0, t1, 0x7632;
+prmt.b32 $1, t2, t3, 0x7632;
+}""")
+_FP16_BYTES = tl.constexpr("""{
+.reg .b32 u, one, less;
+mov.b32 one, 0x3c003c00;
+mov.b32 less, 0xe480e480;
+xor.b32 u, $2, 0x80808080;
+prmt.b32 $0, u, 0x64646464, 0x4140;
+prmt.b32 $1, u, 0x64646464, 0x4342;
+fma.rn.f16x2 $0, $0, one, less;
+fma.rn.f16x2 $1, $1, one, less;
+}""")
+# Four E4M3 likewise: their bits lie in a bfloat16 as those of a number that is 2 ** 120 times smaller, in a
+# float16 of one 2 ** 8 times smaller. NaN becomes 480.
+_E4M3 = """{{
+.reg .b32 t, s, factor, none;
+mov.b32 factor, {factor};
+mov.b32 none, 0x80008000;
+prmt.b32 t, $2, 0, 0x1404;
+and.b32 s, t, 0x80008000;
+shr.b32 t, t, {shift};
+lop3.b32 $0, t, {mask}, s, 0xea;
+prmt.b32 t, $2, 0, 0x3424;
+and.b32 s, t, 0x80008000;
+shr.b32 t, t, {shift};
+lop3.b32 $1, t, {mask}, s, 0xea;
+fma.rn.{pair} $0, $0, factor, none;
+fma.rn.{pair} $1, $1, factor, none;
+}}"""
+_BF16_E4M3 = tl.constexpr(_E4M3.format(factor="0x7b807b80", shift=4, mask="0x07f007f0", pair="bf16x2"))
+_FP16_E4M3 = tl.constexpr(_E4M3.format(factor="0x5c005c00", shift=1, mask="0x3f803f80", pair="f16x2"))
+
+
+@triton.jit
+def unpack_bytes(codes, dtype: tl.constexpr, E4M3: tl.constexpr, PACKED: tl.constexpr):
+    """int8 numbers, or bytes that are E4M3 (finite ones), as `dtype`.
+
+    PACKED: by PTX, for a 16-bit `dtype`; else by what Triton's interpreter knows.
+    """
+    if PACKED and dtype != tl.float32:
+        if dtype == tl.bfloat16 and E4M3:
+            return tl.inline_asm_elementwise(
+                _BF16_E4M3, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+        elif dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                _BF16_BYTES, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+        elif E4M3:
+            return tl.inline_asm_elementwise(
+                _FP16_E4M3, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                _FP16_BYTES, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            )
+    elif E4M3:
+        # The bits of a float32 that is 2 ** 120 times smaller.
+        wide = codes.to(tl.int32)
+        bits = ((wide & 127) << 20) | ((wide & 128) << 24)
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+    else:
+        return codes.to(dtype)
 
 
 @triton.jit

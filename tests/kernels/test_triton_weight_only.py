@@ -1,0 +1,77 @@
+"""Triton's products of 16-bit rows with 8-bit weights against float64, and what is chosen for what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.kernels import ops, reference_lowbit
+from octavo.kernels.triton import weight_only
+from octavo.kernels.triton.expand_bytes import expand_bytes
+from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
+from tests.kernels import bytes_cases
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 products
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("form", bytes_cases.FORMS)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_forms(form: str, kind: torch.dtype) -> None:
+    """Scales of rows, groups and blocks; sizes that fill neither tiles nor blocks."""
+    for size_in, size_out in ((320, 40), (192, 133)):
+        case = bytes_cases.make(form, kind, size_in, size_out, DEVICE)
+        assert torch.equal(expand_bytes(case.weight, case.scale, torch.float32), case.exact)
+        for rows, splits, first in ((1, 1, True), (9, 2, True), (17, 1, False)):
+            config = SkinnyConfig(16, 32, 2, 4, splits, 0, first)
+            bytes_cases.check(case, rows, HALF, None, config, TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("form", ["rows", "groups of 64", "blocks"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_gated(form: str, act: str) -> None:
+    """Halves whose border lies within a block of scales."""
+    case = bytes_cases.make(form, torch.float8_e4m3fn, 192, 312, DEVICE)
+    for splits in (1, 2):
+        config = SkinnyConfig(16, 64, 2, 4, splits)
+        bytes_cases.check(case, 3, HALF, act, config, TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("act", [None, ops.silu_and_mul, torch.nn.functional.silu])
+def test_choice(rows: int, dtype: torch.dtype, act: Any) -> None:
+    case = bytes_cases.make("groups of 24", torch.int8, 192, 32, DEVICE)
+    for form in (case, bytes_cases.make("groups of 64", torch.int8, 192, 32, DEVICE)):
+        x = torch.randn(rows, 192, device=DEVICE).to(dtype)
+        bias = torch.randn(32, device=DEVICE).to(dtype)
+        got = weight_only.weight_only_linear(x, form.weight, form.scale, bias, act)
+        want = reference_lowbit.weight_only_linear(x, form.weight, form.scale, bias, act)
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_step_within_a_group() -> None:
+    case = bytes_cases.make("groups of 64", torch.int8, 192, 16, DEVICE)
+    x = torch.zeros(1, 192, device=DEVICE, dtype=HALF)
+    with pytest.raises(ValueError, match="must share a scale, which 64 have"):
+        skinny_linear(x, case.weight, None, None, SkinnyConfig(16, 128, 2, 4), case.scale)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_default_cuts_fill_a_device(gated: bool) -> None:
+    """Never more memory than a multiprocessor has; programs for most of them; steps for every split."""
+    for size_in, size_out in ((4096, 6144), (14336, 4096), (1024, 2048), (4096, 28672), (64, 64)):
+        for rows in (1, 8, 16, 17, 64, 128):
+            cut = weight_only.default_cut(rows, -(-size_in // 256), size_out, gated, 132)
+            assert cut is not None
+            matrices = 2 if gated else 1
+            stage = cut.block_out * matrices * 128 + cut.tile_rows * 512
+            assert stage * cut.stages <= 227 << 10
+            assert cut.splits == 1 or -(-size_in // 256) >= 2 * cut.splits
+            assert cut.tile_rows >= 8
+    assert weight_only.default_cut(129, 16, 4096, gated, 132) is None
