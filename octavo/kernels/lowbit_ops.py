@@ -67,6 +67,50 @@ def int8_linear(
     return _of(x, "int8_linear")(x, weight, scale, bias, input_scale, act)
 
 
+def has_w8a8(x: torch.Tensor) -> bool:
+    """Whether rows like these have kernels that quantize them where a norm or an activation makes them:
+    `rms_norm_w8a8_linear` and `gated_w8a8_linear`."""
+    return hasattr(_kernels(x.device.type), "rms_norm_w8a8_linear")
+
+
+def rms_norm_w8a8_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fp8_linear`, `int8_linear` or `fp8_block_linear` (by weight and scale) of the RMS norm of
+    `x + residual`, and that sum, the new stream. Only where `has_w8a8`.
+
+    Args:
+        x: `[rows, K]`, a sublayer's output.
+        residual: `[rows, K]`, the stream, which may be overwritten; None: `x` is the stream.
+        norm_weight: `[K]`, of `x`'s dtype or float32.
+        eps: of the norm.
+        weight, scale, bias, input_scale, act: as for those products.
+    """
+    kernels = _kernels(x.device.type)
+    return kernels.rms_norm_w8a8_linear(x, residual, norm_weight, eps, weight, scale, bias, input_scale, act)
+
+
+def gated_w8a8_linear(
+    gates: torch.Tensor,
+    act: Activation,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fp8_linear`, `int8_linear` or `fp8_block_linear` of `act` of rows `[rows, 2 K]`. Only where
+    `has_w8a8`."""
+    return _kernels(gates.device.type).gated_w8a8_linear(gates, act, weight, scale, bias, input_scale)
+
+
 def weight_only_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

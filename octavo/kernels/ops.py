@@ -168,6 +168,13 @@ def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
     return kernels_for(x.device.type, x.dtype).gelu_tanh_and_mul(x)
 
 
+GATED: dict[Callable[[torch.Tensor], torch.Tensor], str] = {
+    silu_and_mul: "silu",
+    gelu_tanh_and_mul: "gelu_tanh",
+}
+"""The gated activations that a product's kernel, or one that quantizes, takes in; by the kernels' names."""
+
+
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """See `reference.softcap`: `x` is overwritten."""
     return kernels_for(x.device.type, x.dtype).softcap(x, cap)

@@ -247,7 +247,19 @@ class RowParallelLinear(Layer):
         self.method.process_after_load(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._reduced(self.method.apply(self, x, self._own_bias()))
+
+    def takes_gates(self, x: torch.Tensor) -> bool:
+        """Whether the activation before is better left to `of_gates`, at as many rows as `x` has."""
+        return self.method.takes_gates(self, x)
+
+    def of_gates(self, act: GatedActivation, gates: torch.Tensor) -> torch.Tensor:
+        """`self(act(gates))`: of this rank's `[rows, 2 in_features / ranks]`."""
+        return self._reduced(self.method.apply_to_gates(self, gates, act, self._own_bias()))
+
+    def _own_bias(self) -> torch.Tensor | None:
         # One rank adds the bias, or the sum would hold it once per rank.
-        bias = self.bias if self.group.rank == 0 else None
-        out = self.method.apply(self, x, bias)
+        return self.bias if self.group.rank == 0 else None
+
+    def _reduced(self, out: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(out) if self.reduce_results else out

@@ -102,11 +102,16 @@ class LlamaMLP(Sublayer):
         self.act = gated_activation(config.hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.down_proj.takes_gates(x):
+            return self.down_proj.of_gates(self.act, self.gate_up_proj(x))
         return self.down_proj(self.gate_up_proj.gated(self.act, x))
 
     def after(
         self, norm: AddingNorm, x: torch.Tensor, residual: torch.Tensor | None, *inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.down_proj.takes_gates(x):
+            gates, residual = self.gate_up_proj.after(norm, x, residual)
+            return self.down_proj.of_gates(self.act, gates), residual
         x, residual = self.gate_up_proj.after(norm, x, residual, self.act)
         return self.down_proj(x), residual
 

@@ -263,6 +263,14 @@ class CheckpointMethod(LinearMethod):
     ) -> torch.Tensor:
         return _runner_of(layer).apply_gated(x, bias, act)
 
+    def takes_gates(self, layer: nn.Module, x: torch.Tensor) -> bool:
+        return _runner_of(layer).takes_gates(x)
+
+    def apply_to_gates(
+        self, layer: nn.Module, gates: torch.Tensor, act: GatedActivation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _runner_of(layer).apply_to_gates(gates, act, bias)
+
     def apply_after(
         self,
         layer: nn.Module,

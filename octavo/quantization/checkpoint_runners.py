@@ -42,6 +42,16 @@ class Runner(ABC):
         """See `LinearMethod.apply_gated`."""
         return act(self.apply(x, bias))
 
+    def takes_gates(self, x: torch.Tensor) -> bool:
+        """See `LinearMethod.takes_gates`."""
+        return False
+
+    def apply_to_gates(
+        self, gates: torch.Tensor, act: GatedActivation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `LinearMethod.apply_to_gates`."""
+        return self.apply(act(gates), bias)
+
     def apply_after(
         self,
         norm: AddingNorm,
@@ -143,6 +153,31 @@ class MatricesRunner(Runner):
         if len(self.matrices) == 1:
             return self.matrices[0].linear(x, bias, act)
         return act(self.apply(x, bias))
+
+    def takes_gates(self, x: torch.Tensor) -> bool:
+        return len(self.matrices) == 1 and self.matrices[0].takes_gates(x)
+
+    def apply_to_gates(
+        self, gates: torch.Tensor, act: GatedActivation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if len(self.matrices) == 1:
+            return self.matrices[0].linear_of_gates(gates, act, bias)
+        return super().apply_to_gates(gates, act, bias)
+
+    def apply_after(
+        self,
+        norm: AddingNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        act: GatedActivation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = norm.rms_weight
+        if len(self.matrices) == 1 and weight is not None:
+            fused = self.matrices[0].linear_after_norm(x, residual, weight, norm.eps, bias, act)
+            if fused is not None:
+                return fused
+        return super().apply_after(norm, x, residual, bias, act)
 
 
 class PackedRunner(Runner):

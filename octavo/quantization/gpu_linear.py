@@ -14,8 +14,7 @@ from octavo.kernels import ops
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]  # `[rows, 2 n]` to `[rows, n]`
 
-# The activations that a kernel can end with, by the kernels' names.
-FUSED: dict[GatedActivation, str] = {ops.silu_and_mul: "silu", ops.gelu_tanh_and_mul: "gelu_tanh"}
+FUSED = ops.GATED
 
 
 class _Kernels(NamedTuple):

@@ -151,6 +151,18 @@ class LinearMethod(ABC):
         """`act` of the product: `[rows, in]` to `[rows, out / 2]`. Override it where one kernel does both."""
         return act(self.apply(layer, x, bias))
 
+    def takes_gates(self, layer: nn.Module, x: torch.Tensor) -> bool:
+        """Whether a gated activation before this product should be left to `apply_to_gates`, at as many rows
+        as `x` has, rather than to the product before it (`apply_gated`)."""
+        return False
+
+    def apply_to_gates(
+        self, layer: nn.Module, gates: torch.Tensor, act: GatedActivation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product of `act` of rows `[rows, 2 in]`. Override it, and `takes_gates`, where the activation
+        can end in another form (quantized rows)."""
+        return self.apply(layer, act(gates), bias)
+
     def apply_after(
         self,
         layer: nn.Module,

@@ -53,6 +53,30 @@ class Matrix(ABC):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
         """`x @ W^T + bias`, or `act` of it: `[rows, K]` to `[rows, N]`, in `x`'s dtype."""
 
+    def linear_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        act: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`linear` of the RMS norm of `x + residual`, and that sum, where kernels quantize rows on the way;
+        None: there are none."""
+        return None
+
+    def takes_gates(self, x: torch.Tensor) -> bool:
+        """Whether `linear_of_gates` is to be preferred, for as many rows as `x` has, to a product before it
+        that ends with the activation."""
+        return False
+
+    def linear_of_gates(
+        self, gates: torch.Tensor, act: Activation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`linear` of `act` of rows `[rows, 2 K]`."""
+        return self.linear(act(gates), bias, None)
+
     @abstractmethod
     def joined(self: _M, below: _M) -> _M | None:
         """One matrix of the same kind with the rows of both; None where there is no such form."""
@@ -306,6 +330,32 @@ class Matrix8(Matrix):
             return lowbit_ops.fp8_block_linear(x, self.weight, self.scale, bias, act)
         product = lowbit_ops.int8_linear if self.weight.dtype is torch.int8 else lowbit_ops.fp8_linear
         return product(x, self.weight, self.scale, bias, self.input_scale, act)
+
+    def linear_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        act: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.activations is None or not lowbit_ops.has_w8a8(x):
+            return None
+        return lowbit_ops.rms_norm_w8a8_linear(
+            x, residual, norm_weight, eps, self.weight, self.scale, bias, self.input_scale, act
+        )
+
+    def takes_gates(self, x: torch.Tensor) -> bool:
+        # The kernel of one row ends with the activation, and begins with the rows' quantization.
+        return self.activations is not None and x.shape[0] > 1 and lowbit_ops.has_w8a8(x)
+
+    def linear_of_gates(
+        self, gates: torch.Tensor, act: Activation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not self.takes_gates(gates):
+            return super().linear_of_gates(gates, act, bias)
+        return lowbit_ops.gated_w8a8_linear(gates, act, self.weight, self.scale, bias, self.input_scale)
 
     def joined(self, below: Matrix8) -> Matrix8 | None:
         alike = (

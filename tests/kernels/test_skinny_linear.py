@@ -127,5 +127,5 @@ def test_prefetch_size(
     shape: tuple[int, int], rows: int, chunk: int, kib: int, pieces: int, want: int
 ) -> None:
     weight = torch.zeros(shape, dtype=torch.bfloat16)
-    assert skinny._prefetch_size(weight, rows, chunk, kib, pieces) == want
-    assert skinny._prefetch_size(weight[:, 1:], rows, chunk, kib, pieces) == 0  # its address is not
+    assert skinny.prefetch_size(weight, rows, chunk, kib, pieces) == want
+    assert skinny.prefetch_size(weight[:, 1:], rows, chunk, kib, pieces) == 0  # its address is not

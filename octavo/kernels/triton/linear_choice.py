@@ -84,10 +84,10 @@ def _choice(kind: Kind, config: list[Any] | None) -> Choice:
 
 
 @functools.cache
-def load_table(chip: str) -> Table:
-    """The table that serves a chip of this name; an empty one if there is none."""
+def load_table(chip: str, kind: str = "") -> Table:
+    """The table that serves a chip of this name; an empty one if there is none. `kind`: of a folder's."""
     words = chip.lower().split()
-    for path in sorted((Path(__file__).parent / "tuned").glob("*.json")):
+    for path in sorted((Path(__file__).parent / "tuned" / kind).glob("*.json")):
         data = json.loads(path.read_text())
         if any(word in words for word in data["serves"]):
             return table_from_json(data)

@@ -5,6 +5,21 @@ What a GPU has no kernel for runs by its plain twin in `octavo.kernels.reference
 
 from __future__ import annotations
 
+from octavo.kernels.triton.lowbit_8bit import (
+    fp8_block_linear,
+    fp8_linear,
+    gated_w8a8_linear,
+    int8_linear,
+    rms_norm_w8a8_linear,
+)
 from octavo.kernels.triton.weight_only import tiles_linear, weight_only_linear
 
-__all__ = ["tiles_linear", "weight_only_linear"]
+__all__ = [
+    "fp8_block_linear",
+    "fp8_linear",
+    "gated_w8a8_linear",
+    "int8_linear",
+    "rms_norm_w8a8_linear",
+    "tiles_linear",
+    "weight_only_linear",
+]

@@ -11,7 +11,7 @@ from octavo.kernels.triton.launch import Launcher, power_of_2, wait_for_previous
 
 
 @triton.jit
-def _add_residual(x, residual_ptr, mask):
+def add_residual(x, residual_ptr, mask):
     """The sum of a sublayer's output and the stream, which is stored; rounded to the stream's dtype before
     it is normalized, as unfused layers do."""
     residual = tl.load(residual_ptr, mask=mask, other=0.0)
@@ -21,24 +21,30 @@ def _add_residual(x, residual_ptr, mask):
 
 
 @triton.jit
+def normalized(x, weight, eps, SIZE: tl.constexpr):
+    """The RMS norm of a row `x` `[n]` (0 beyond SIZE) times `weight`, in `x`'s dtype."""
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    if weight.dtype == x.dtype:
+        # As in Transformers' Llama: the normalized value is rounded first, then weighted. A float32 weight
+        # (Gemma's) meets it as it is.
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps,
                      SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                      OVERLAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < SIZE
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     wait_for_previous(OVERLAP)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        x = _add_residual(x, residual_ptr + row * residual_stride + cols, mask)
-    wide = x.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    if weight_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
-        # As in Transformers' Llama: the normalized value is rounded first, then weighted. A float32 weight
-        # (Gemma's) meets it as it is.
-        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + cols, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
+        x = add_residual(x, residual_ptr + row * residual_stride + cols, mask)
+    tl.store(out_ptr + row * out_stride + cols, normalized(x, weight, eps, SIZE), mask=mask)
 
 
 @triton.jit
@@ -50,7 +56,7 @@ def _layer_norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, x_str
     mask = cols < SIZE
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        x = _add_residual(x, residual_ptr + row * residual_stride + cols, mask)
+        x = add_residual(x, residual_ptr + row * residual_stride + cols, mask)
     wide = x.to(tl.float32)
     centred = tl.where(mask, wide - tl.sum(wide, axis=0) / SIZE, 0.0)
     normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / SIZE + eps)

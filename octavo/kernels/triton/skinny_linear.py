@@ -167,7 +167,7 @@ def _skinny_linear_kernel(
 _skinny_linear = Launcher(_skinny_linear_kernel, overlap=True)
 
 
-def _prefetch_size(weight: torch.Tensor, rows: int, chunk: int, kib: int, pieces: int) -> int:
+def prefetch_size(weight: torch.Tensor, rows: int, chunk: int, kib: int, pieces: int) -> int:
     """Bytes to send for at each of `pieces` places of a matrix row, when a program has `rows` such rows;
     0 where addresses or sizes are not multiples of 16."""
     size = weight.element_size()
@@ -251,7 +251,7 @@ def skinny_linear(
             counters,
         ),
         (x.stride(0), weight.stride(0), 0 if scale is None else scale.stride(0), size_out, size_in, size_out),
-        (rows, steps, _prefetch_size(weight, matrices * block_out, steps * block_in, kib, pieces)),
+        (rows, steps, prefetch_size(weight, matrices * block_out, steps * block_in, kib, pieces)),
         (
             block_rows, block_out, block_in, stages, splits, pieces, weights_first, size_in % block_in == 0,
             bias is not None, _ACTS[act], "ieee" if x.dtype == torch.float32 else "tf32",

@@ -9,7 +9,7 @@ from octavo.kernels.triton.activation import gated
 
 
 @triton.jit
-def _add_parts(part_ptr, stride, mask, SPLITS: tl.constexpr):
+def add_parts(part_ptr, stride, mask, SPLITS: tl.constexpr):
     # Written by other multiprocessors: read past the L1 (".cg").
     total = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
@@ -69,14 +69,14 @@ def end_tile(
         if arrived != SPLITS - 1:
             return
         tl.store(counter_ptr + place, 0)
-        acc = _add_parts(parts, STRIDE, mask, SPLITS)
+        acc = add_parts(parts, STRIDE, mask, SPLITS)
         if ACT:
-            up = _add_parts(parts + TILE, STRIDE, mask, SPLITS)
+            up = add_parts(parts + TILE, STRIDE, mask, SPLITS)
 
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     result = _finish(acc, bias_ptr, out_at, live, HAS_BIAS, WEIGHTS_FIRST, dtype)
     if ACT:
         wide = _finish(up, bias_ptr + size_out, out_at, live, HAS_BIAS, WEIGHTS_FIRST, dtype)
         result = gated(result, wide, ACT == 2)
-    target = out_ptr + row[:, None] * out_row + out_at[None, :]
+    target = out_ptr + row.to(tl.int64)[:, None] * out_row + out_at[None, :]
     tl.store(target, result, mask=present[:, None] & live[None, :])

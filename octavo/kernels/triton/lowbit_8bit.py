@@ -1,0 +1,137 @@
+"""Products in 8 bits on a GPU: for each number of rows the kernel that is fastest, and activations quantized
+where they are made. Signatures and meaning are those of `octavo.kernels.lowbit_ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kernels import ops
+from octavo.kernels.reference_lowbit import Activation
+from octavo.kernels.triton import choice_8bit
+from octavo.kernels.triton.choice_8bit import Kind8
+from octavo.kernels.triton.row_8bit import row_8bit
+from octavo.kernels.triton.rows_8bit import (
+    FP8_GROUPS,
+    Form,
+    Rows8,
+    gated_quantize,
+    quantize_rows,
+    rms_norm_quantize,
+)
+from octavo.kernels.triton.scale_rows import scale_rows
+from octavo.kernels.triton.skinny_8bit import skinny_8bit
+from octavo.kernels.triton.skinny_linear import SkinnyConfig
+
+
+def _kind(weight: torch.Tensor, scale: torch.Tensor) -> Kind8:
+    if weight.dtype is torch.int8:
+        return "int8"
+    return "fp8_block" if scale.dim() == 2 else "fp8"
+
+
+def _form(weight: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor | None) -> Form:
+    return FP8_GROUPS if scale.dim() == 2 else Form(weight.dtype, False, input_scale)
+
+
+def multiply(
+    rows: Rows8,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows of 8 bits times a matrix of the same kind: `[M, K]` to `[M, N]` of `dtype`."""
+    count, size_in = rows.codes.shape
+    kind = _kind(weight, scale)
+    choice = choice_8bit.choose(max(2, count), size_in, weight.shape[0], False, kind, dtype, weight.device)
+    if choice.kind == "skinny":
+        assert isinstance(choice.config, SkinnyConfig)
+        return skinny_8bit(rows, weight, scale, bias, dtype, choice.config)
+    if kind == "int8":
+        return scale_rows(torch._int_mm(rows.codes, weight.T), rows.scale, scale, bias, dtype)
+    return torch._scaled_mm(
+        rows.codes,
+        weight.T,
+        scale_a=rows.scale[:, None],
+        scale_b=scale[None, :],
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
+def w8a8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """`lowbit_ops.fp8_linear` or `int8_linear`, by the weight; with scales of blocks `fp8_block_linear`."""
+    if x.shape[0] == 1:
+        name = None if act is None else ops.GATED.get(act)
+        config = choice_8bit.choose(
+            1, x.shape[1], weight.shape[0], name is not None, _kind(weight, scale), x.dtype, x.device
+        ).config
+        out = row_8bit(x, weight, scale, bias, input_scale, name, config=config)[0]
+        return out if act is None or name is not None else act(out)
+    rows = quantize_rows(x, _form(weight, scale, input_scale))
+    out = multiply(rows, weight, scale, bias, x.dtype)
+    return out if act is None else act(out)
+
+
+fp8_linear = int8_linear = w8a8_linear
+
+
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> torch.Tensor:
+    """See `lowbit_ops.fp8_block_linear`."""
+    return w8a8_linear(x, weight, scale, bias, None, act)
+
+
+def rms_norm_w8a8_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lowbit_ops.rms_norm_w8a8_linear`."""
+    if x.shape[0] == 1:
+        name = None if act is None else ops.GATED.get(act)
+        config = choice_8bit.choose(
+            1, x.shape[1], weight.shape[0], name is not None, _kind(weight, scale), x.dtype, x.device
+        ).config
+        norm = (norm_weight, eps)
+        out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, config)
+        return (out if act is None or name is not None else act(out)), stream
+    form = _form(weight, scale, input_scale)
+    rows = rms_norm_quantize(x, residual, norm_weight, eps, form)
+    out = multiply(rows, weight, scale, bias, x.dtype)
+    return (out if act is None else act(out)), (x if residual is None else residual)
+
+
+def gated_w8a8_linear(
+    gates: torch.Tensor,
+    act: Activation,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `lowbit_ops.gated_w8a8_linear`."""
+    name = ops.GATED.get(act)
+    if name is None or gates.shape[0] == 1:
+        return w8a8_linear(act(gates), weight, scale, bias, input_scale)
+    rows = gated_quantize(gates, name, _form(weight, scale, input_scale))
+    return multiply(rows, weight, scale, bias, gates.dtype)
