@@ -39,6 +39,19 @@ def step_bytes(
     return max(forward, sampler + rows * 2 * hidden * itemsize)
 
 
+def recorded_bytes(model: ModelConfig, rows: int, itemsize: int, ranks: int = 1) -> int:
+    """Bytes of the tensors of a CPU's recorded decode steps, which share them: those of the largest.
+
+    Args:
+        rows: of the largest.
+        itemsize: bytes of an activation.
+        ranks: as for `step_bytes`.
+    """
+    width = max(_attention(model, ranks), _feed_forward(model, ranks, False))
+    hidden = model.hidden_size
+    return rows * max(3 * hidden + width, 2 * hidden + model.vocab_size) * itemsize
+
+
 def _attention(model: ModelConfig, ranks: int) -> int:
     """Elements per row of projections, attention's output and its projection."""
     heads = -(-model.num_heads // ranks)

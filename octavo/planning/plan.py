@@ -22,7 +22,7 @@ from octavo.models.transformers_config import ENCODER
 from octavo.parallel.stages import divide_layers, read_partition
 from octavo.parallel.state import TensorParallelGroup, use_group
 from octavo.planning import budget
-from octavo.planning.activations import step_bytes
+from octavo.planning.activations import recorded_bytes, step_bytes
 from octavo.planning.cards import Card
 from octavo.planning.ledger import KVFit, Ledger, gib, kv_fit
 from octavo.planning.weights import Stored, WeightBytes, stored_tensors, weight_bytes
@@ -33,6 +33,7 @@ from octavo.speculative_config import WHOLE_MODELS
 from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
 from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
+from octavo.worker.recorded_steps import MOST_REQUESTS, MOST_ROWS
 
 # What a CUDA context and PyTorch's libraries take of a card before anything is loaded.
 _CONTEXT = 600 * budget.MIB
@@ -256,8 +257,8 @@ class Planner:
             "activations": max(step, reserved - tables),
             "kv_cache": blocks * page_bytes(groups) + (draft.kv_bytes if draft else 0),
         }
-        if machine.kind == "cuda" and not config.enforce_eager:
-            held["graphs"] = self._graph_bytes(config, itemsize, layout.tensor)
+        if not config.enforce_eager:
+            held["graphs"] = self._recorded_bytes(machine, config, itemsize, layout.tensor)
         held["free"] = machine.total - sum(held.values())
         if config.swap_space:
             held["host_cache"] = int(config.swap_space * budget.GIB)
@@ -379,6 +380,20 @@ class Planner:
             return budget.cpu_kv_bytes(free, config.cpu_memory_utilization), reserved
         left = budget.gpu_kv_bytes(machine.total, free, config.gpu_memory_utilization, reserved)
         return left, reserved
+
+    def _recorded_bytes(self, machine: Machine, config: EngineConfig, itemsize: int, ranks: int) -> int:
+        """Of recorded decode steps: CUDA graphs, or on a CPU of one rank what is run again."""
+        if machine.kind == "cuda":
+            return self._graph_bytes(config, itemsize, ranks)
+        if ranks > 1:
+            return 0
+        rows = min(config.max_num_seqs, MOST_REQUESTS)
+        if config.speculative is not None:
+            rows = MOST_ROWS
+        nbytes = recorded_bytes(self.model, rows, itemsize)
+        if self._draft_planner is not None and config.speculative is not None and config.speculative.model:
+            nbytes += recorded_bytes(self._draft_planner.model, rows, itemsize)
+        return nbytes
 
     def _graph_bytes(self, config: EngineConfig, itemsize: int, ranks: int) -> int:
         sizes = graph_sizes(config.max_num_seqs)

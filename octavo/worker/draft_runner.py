@@ -25,6 +25,7 @@ class DraftRunner(DraftTables):
 
     Attributes:
         max_rows: most rows of a step.
+        recorded: its recorded steps, on a CPU.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class DraftRunner(DraftTables):
     ):
         super().__init__(groups, num_blocks, runner, max_rows=max_rows, **sizes)
         self._model, self.max_rows = model, max_rows
-        self._recorded = RecordedSteps(model, self.kv_caches) if records else None
+        self.recorded = RecordedSteps(model, self.kv_caches) if records else None
 
     def set_computed(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
         """See `DraftForward`."""
@@ -51,8 +52,8 @@ class DraftRunner(DraftTables):
         self.batch.apply(plan)
         inputs = self.batch.layout(plan)
         self.batch.fill(inputs)
-        if wanted is None and self._recorded is not None and self._recorded.takes(plan, inputs):
-            return self._fit(self._recorded.run(inputs))
+        if wanted is None and self.recorded is not None and self.recorded.takes(plan, inputs):
+            return self._fit(self.recorded.run(inputs))
         self._model.plan_attention(inputs.meta)
         narrowed, picked = inputs.wanted_rows, inputs.sample_rows
         if wanted is not None:

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from octavo.kernels.cpu.recording import Recording, record
+from octavo.kernels.cpu.step_memory import StepMemory
 from octavo.messages import StepPlan
 from octavo.worker.input_batch import StepInputs
 
 logger = logging.getLogger(__name__)
 
-# Requests of the largest step that is recorded. Each size takes the memory of its hidden states and logits;
-# beyond some rows the Python between the kernels, the same for any number, doesn't count.
+# Requests of the largest step that is recorded. Beyond some rows the Python between the kernels, the same for
+# any number, doesn't count.
 MOST_REQUESTS = 16
+MOST_ROWS = 2 * MOST_REQUESTS
 # Rows of all recordings of steps with drafts together, which come in many shapes; the oldest give way.
 _MOST_DRAFTED_ROWS = 160
 _MOST_DRAFTED_REQUESTS = 2  # with more of them, few steps have the same shape
@@ -47,6 +49,12 @@ class RecordedSteps:
         ] = {}
         self._seen: dict[tuple[int, int, int], int] = {}  # steps of each shape with drafts
         self._refused = False
+        self._memory = StepMemory()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all recordings' tensors: what the largest takes."""
+        return self._memory.num_bytes
 
     def takes(self, plan: StepPlan, inputs: StepInputs) -> bool:
         """Whether this is such a step."""
@@ -61,25 +69,26 @@ class RecordedSteps:
             not self._refused
             and n <= MOST_REQUESTS
             and rows == inputs.num_sample_rows
-            and rows <= 2 * MOST_REQUESTS
+            and rows <= MOST_ROWS
             and plan.prompt_logprobs is None
         )
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits `[rows, vocab]` of filled inputs (what `finish` makes, rather); the next step of this shape
-        overwrites them."""
+        """Logits `[rows, vocab]` of filled inputs (what `finish` makes, rather); the next step
+        that is recorded overwrites them."""
         key = inputs.num_requests, len(inputs.token_ids), inputs.meta[0].max_query_len
         recorded = self._recorded.get(key)
         if recorded is not None:
             recording, logits, self._model.aux_states = recorded
             recording.replay()
             return logits
-        logits, recording = record(lambda: self._forward(inputs))
+        logits, recording = record(lambda: self._forward(inputs), self._memory)
         if recording.problem is None:
             self._recorded[key] = recording, logits, self._model.aux_states
             self._bound()
         else:
             self._refused = True
+            self._memory.clear()
             logger.info("decode steps run unrecorded: %s", recording.problem)
         return logits
 

@@ -357,7 +357,10 @@ class Worker:
         """Device memory that recorded steps hold now."""
         if not hasattr(self, "runner"):  # asleep
             return 0
-        return 0 if self.runner.graphs is None else self.runner.graphs.num_bytes
+        recorded = [self.runner.graphs, self.runner.recorded]
+        if isinstance(self.draft_runner, DraftRunner):
+            recorded.append(self.draft_runner.recorded)
+        return sum(steps.num_bytes for steps in recorded if steps is not None)
 
     def close(self) -> None:
         """Free model and cache."""

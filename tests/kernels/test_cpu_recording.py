@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 
 from octavo.kernels.cpu import build, moe, norm_act, ops, quant
 from octavo.kernels.cpu.recording import Recording, record
+from octavo.kernels.cpu.step_memory import StepMemory
 from tests.kernels.quant_cases import FORMATS, matrix
 
 if not quant.lanes():
@@ -106,6 +109,67 @@ def test_a_replay_is_the_work_on_other_inputs(n: int, dtype: torch.dtype, thread
         step.cache.copy_(cache)
         assert torch.equal(got, step.forward()) and torch.equal(after, step.cache)
     assert all(bool(x.isnan().all()) for x in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recordings_of_all_sizes_share_the_memory_of_the_largest(dtype: torch.dtype) -> None:
+    memory, alone = StepMemory(), []
+    steps = [Step(n, dtype) for n in (3, 1, 8, 5)]
+    recorded = []
+    for step in steps:
+        step.fill()
+        recorded.append(record(step.forward, memory))
+        own = StepMemory()
+        record(step.forward, own)
+        alone.append(own.num_bytes)
+    assert memory.num_bytes == max(alone) == alone[2]
+    for _ in range(2):
+        for step, (result, recording) in zip(steps, recorded, strict=True):
+            step.fill()
+            cache = step.cache.clone()
+            recording.replay()
+            got, after = result.clone(), step.cache.clone()
+            step.cache.copy_(cache)
+            assert torch.equal(got, step.forward()) and torch.equal(after, step.cache)
+
+
+def test_layers_share_memory_and_what_is_held_keeps_its_own() -> None:
+    random = torch.Generator().manual_seed(1)
+    norm, weight = torch.rand(256, generator=random), torch.randn(256, 256, generator=random) / 16
+    x = torch.randn(4, 256, generator=random)
+
+    def work(layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y, held = x, x
+        for i in range(layers):
+            y = norm_act.rms_norm(y, norm, 1e-5)
+            y = F.linear(norm_act.softcap(y + x, 3.0), weight)
+            if i == 1:
+                held = y
+        return y, held[1:3]  # a view holds it as well
+
+    sizes = []
+    for layers in (3, 30):
+        want, memory = work(layers), StepMemory()
+        results, recording = record(lambda layers=layers: work(layers), memory)  # type: ignore[misc]
+        assert recording.problem is None
+        for _ in range(2):
+            assert all(torch.equal(got, of) for got, of in zip(results, want, strict=True))
+            for result in results:
+                result.fill_(torch.nan)
+            recording.replay()
+        sizes.append(memory.num_bytes)
+    assert sizes[0] == sizes[1] <= 5 * x.nbytes
+
+
+def test_recording_does_not_import_pytorch_s_compiler() -> None:
+    """130 MB of it, and seconds, in the first step."""
+    code = (
+        "import sys, torch\nfrom octavo.kernels.cpu.recording import record\n"
+        "x = torch.ones(2, 2)\nassert record(lambda: x * 2)[1].problem is None\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kernels.cpu import ops as cpu_kernels
 from octavo.kv.groups import page_bytes
 from octavo.models.loading import build_model
 from octavo.models.locate import ModelSource, configured_model
@@ -312,6 +314,24 @@ def test_draft_models_take_what_was_planned(variant: str, draft: str, settings: 
         more["model"] = str(pard.checkpoint(draft))
     rest = {name: value for name, value in settings.items() if name != "speculative"}
     check_measured(model=str(tiny.checkpoint(variant)), speculative_config=more, **rest)
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 40])
+def test_recorded_steps_take_what_was_planned(max_num_seqs: int):
+    if not cpu_kernels.available():
+        pytest.skip("no CPU kernels")
+    model = str(tiny.checkpoint("qwen3"))
+    settings: dict[str, Any] = {"max_num_seqs": max_num_seqs, "kv_cache_memory_bytes": 8 << 20}
+    config = EngineConfig(model=model, device="cpu", **settings)
+    plan = Planner(configured_model(config)).plan(config, planned_machine("cpu", None))
+    few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
+    with LLM(model, device="cpu", skip_tokenizer_init=True, num_threads=1, **settings) as llm:
+        llm.generate([tiny.PROMPTS[i % 3] for i in range(min(max_num_seqs, 16))], few, use_tqdm=False)
+        assert plan.ledger.held["graphs"] == pytest.approx(llm.stats().graph_bytes, rel=0.2)
+    eager = Planner(configured_model(config)).plan(
+        EngineConfig(model=model, device="cpu", enforce_eager=True, **settings), planned_machine("cpu", None)
+    )
+    assert "graphs" not in eager.ledger.held
 
 
 def test_heads_are_not_planned(llama2: Planner):

@@ -61,6 +61,24 @@ def test_tokens_are_those_of_unrecorded_steps(replays: list[int], variant: str) 
         assert scored[0].outputs[0].token_ids == tiny.greedy(variant, 0)
 
 
+def test_all_sizes_take_the_memory_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RecordedSteps] = []
+    init = RecordedSteps.__init__
+    monkeypatch.setattr(RecordedSteps, "__init__", lambda s, *args: (made.append(s), init(s, *args))[1])
+
+    def size_after(counts: list[int]) -> int:
+        with LLM(str(tiny.checkpoint("qwen3")), num_threads=1, **SETTINGS) as llm:
+            for n in counts:
+                llm.generate([tiny.PROMPTS[i % 3] for i in range(n)], GREEDY, use_tqdm=False)
+            steps = made.pop()
+            assert sorted(key[0] for key in steps._recorded) == sorted(counts)
+            assert llm.stats().graph_bytes == steps.num_bytes
+            return steps.num_bytes
+
+    together = size_after([2, 7, 1, 16, 4])
+    assert 0 < size_after([1]) < size_after([16]) == together
+
+
 def test_a_model_that_cannot_be_recorded_runs_on(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     variant, told = "qwen3", []
     monkeypatch.setattr(recorded_steps.logger, "info", lambda text, *args: told.append(text % args))

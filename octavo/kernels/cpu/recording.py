@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from octavo.kernels.cpu.ops import library
+from octavo.kernels.cpu.step_memory import Lender, StepMemory, can_lend
 
 Result = TypeVar("Result")
 
@@ -49,14 +51,21 @@ def _functions() -> ctypes.CDLL:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees PyTorch's operations: keeps their memory, and those to run again with their place among calls."""
+    """Sees PyTorch's operations: lends them memory, keeps those to run again with their place among calls."""
 
-    def __init__(self, size: Callable[[], int]):
+    def __init__(self, size: Callable[[], int], memory: StepMemory):
         super().__init__()
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []  # what nobody can lend memory
         self.operations: list[tuple[int, Callable[[], torch.Tensor], torch.Tensor]] = []
         self.problem: str | None = None
         self._size = size
+        self._memory, self._lender = memory, Lender(memory)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would have its compiler leave this mode alone, and import it for that: 122 MB, and seconds
+        in the middle of a decode step. Nothing is compiled here."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,15 +74,27 @@ class _Watch(TorchDispatchMode):
         place, out = self._size(), func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
         if name in _ALLOCATE:
-            self.kept.append(out)
+            out = self._lend(out)
         elif name in _VIEW and _share_memory(_tensors((out,)), _tensors(args)):
             pass
         elif name in (*_VIEW, *_COMPUTE) and isinstance(out, torch.Tensor) and "out" not in kwargs:
             # Also a "view" that had to copy.
-            self.operations.append((place, functools.partial(func, *args, **kwargs), out))
+            made, out = out, self._lend(out)
+            if out is not made:
+                out.copy_(made)
+            lasting = self._memory.lasting
+            args, kwargs = tree_map_only(torch.Tensor, lasting, (args, kwargs))
+            self.operations.append((place, functools.partial(func, *args, **kwargs), lasting(out)))
         else:
             self.problem = self.problem or str(func)
         return out
+
+    def _lend(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor of this shape and type, which it leaves once nobody holds it."""
+        if can_lend(x):
+            return self._lender.empty(x.shape, x.stride(), x.dtype)
+        self.kept.append(x)
+        return x
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -94,16 +115,17 @@ def _share_memory(results: list[torch.Tensor], given: list[torch.Tensor]) -> boo
 class Recording:
     """Kernels and operations of a piece of work, in order, on the memory that it used.
 
-    Make it by `record`. It owns the memory of everything that the work allocated; what the work read besides
-    (weights, caches, the buffers of a step's inputs) must outlive it and stay where it was.
+    Make it by `record`. What the work read but did not allocate (weights, caches, the buffers of a step's
+    inputs) must outlive it and stay where it was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: StepMemory) -> None:
         lib = _functions()
         self._calls = lib.octavo_recording_begin()
         self._replay = lib.octavo_recording_replay
         self._free = weakref.finalize(self, lib.octavo_recording_free, self._calls)
-        self._watch = _Watch(lambda: lib.octavo_recording_size(self._calls))
+        self._chunks = memory.chunks  # where the work's tensors lie
+        self._watch = _Watch(lambda: lib.octavo_recording_size(self._calls), memory)
         self._parts: list[tuple[int, int, Callable[[], torch.Tensor] | None, torch.Tensor | None]] = []
 
     def _do(self, work: Callable[[], Result]) -> Result:
@@ -142,15 +164,17 @@ class Recording:
                 out.copy_(operation())
 
 
-def record(work: Callable[[], Result]) -> tuple[Result, Recording]:
+def record(work: Callable[[], Result], memory: StepMemory | None = None) -> tuple[Result, Recording]:
     """Do a piece of work and note what it does.
 
     Args:
+        memory: for what the work allocates. Other recordings may use it too: whichever is made or run next
+            overwrites the result, and whatever else the work may have kept. None: memory of its own.
         work: that calls kernels of this package and the PyTorch operations of `_COMPUTE`, on tensors alone:
             what it decides by their values, or by numbers that change, stays decided.
 
     Returns:
         Its result, and the recording; see there whether it can be `replay`ed.
     """
-    recording = Recording()
+    recording = Recording(StepMemory() if memory is None else memory)
     return recording._do(work), recording
