@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,25 +88,28 @@ class PeerMemory:
         rank, size: of the group.
         device: this rank's GPU, which is the current one.
         gather: among the group.
+        any_rows: whether to take any number of rows, so that all are added up in one way; else as many as
+            this is the faster way for.
 
     Raises:
         PeerError: on all ranks, where one of them cannot reach another's memory.
         ConfigError: what a rank wrote did not arrive as it was.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, gather: Gather):
+    def __init__(self, rank: int, size: int, device: torch.device, gather: Gather, any_rows: bool = False):
+        # With two ranks a sum moves as few bytes so as by any way; with more, each sends all to all others.
+        self.rows = sys.maxsize if any_rows else 512 if size == 2 else 64
         try:
             self.kernels: Any = importlib.import_module("octavo.kernels.triton.peers")
         except ImportError:
             self.kernels = None
-        # With two ranks a sum moves as few bytes so as by any way; with more, each sends to all others.
-        self.rows = 512 if size == 2 else 64
-        nbytes = 2 * size * self.rows * ROW_BYTES
+        rows = 512 if size == 2 else 128
+        nbytes = 2 * size * rows * ROW_BYTES
         self._memory = torch.empty(2, nbytes, dtype=torch.uint8, device=device)
-        turns = torch.zeros(2, self.rows, dtype=torch.int32, device=device)
+        turns = torch.zeros(2, rows, dtype=torch.int32, device=device)
         words = []
         for memory, dtype in zip(self._memory, (torch.int16, torch.int32), strict=True):
-            words.append(memory.view(dtype).view(2, size, self.rows, ROW_BYTES // dtype.itemsize))
+            words.append(memory.view(dtype).view(2, size, rows, ROW_BYTES // dtype.itemsize))
             words[-1].fill_(torch.iinfo(dtype).min)
         torch.cuda.synchronize(device)  # before anybody is told of it
         problem, own = self._tell(device)

@@ -67,18 +67,19 @@ class DistributedGroup(TensorParallelGroup):
         return super().add_rms_norm(x, residual, weight, eps)
 
     def argmax(self, logits: torch.Tensor, first: int) -> torch.Tensor:
-        if self._peers is None or not 0 < len(logits) <= self._peers.rows:
+        if self._peers is None or not 0 < len(logits) <= self._peers.boxes[4].rows:
             return super().argmax(logits, first)
         kernels = self._peers.kernels
         values, indices = kernels.largest_in_parts(logits)
         return kernels.best_over_ranks(values, indices, first, self._peers.boxes[4])
 
-    def join_peers(self, device: torch.device, few_rows: bool) -> None:
+    def join_peers(self, device: torch.device, few_rows: bool, any_rows: bool = False) -> None:
         """Settle how parts of sums get to the other ranks. Every rank of the group calls this at one point.
 
         Args:
             device: where they are.
             few_rows: on GPUs, add few rows up in memory that all ranks write, where that is possible.
+            any_rows: and any number of them, so that the order of additions is that of ranks for all.
 
         Raises:
             ConfigError: it seemed possible, and does not work.
@@ -89,11 +90,12 @@ class DistributedGroup(TensorParallelGroup):
         if not few_rows:
             return
         try:
-            self._peers = PeerMemory(self.rank, self.size, device, self._gather_bytes)
+            self._peers = PeerMemory(self.rank, self.size, device, self._gather_bytes, any_rows)
         except PeerError as error:
             logger.warning("sums over ranks go through NCCL alone: %s", error)
         else:
-            self.transport = f"peer memory up to {self._peers.rows} rows, NCCL beyond"
+            few = "" if any_rows else f" up to {self._peers.rows} rows, NCCL beyond"
+            self.transport = f"peer memory{few}"
 
     def _gather_bytes(self, own: bytes) -> list[bytes]:
         parts = [torch.empty(len(own), dtype=torch.uint8) for _ in range(self.size)]
@@ -162,6 +164,8 @@ def join_ranks(
     size = tensor * pipeline
     # Nothing leaves this machine, and nobody else may come in.
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    # Pipeline stages send by groups of their own for each direction, whose operations may follow each other.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     dist.init_process_group(
         backend,

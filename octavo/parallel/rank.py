@@ -116,7 +116,8 @@ def _load(setup: RankSetup) -> Worker:
     sizes, seconds = (setup.rank, setup.tensor, setup.pipeline), config.distributed_timeout_seconds
     ranks = join_ranks(*sizes, setup.rendezvous, device, seconds)
     stages = join_stages(*sizes, device, seconds)
-    ranks.tensor.join_peers(device, few_rows=not config.disable_custom_all_reduce)
+    few_rows = not config.disable_custom_all_reduce
+    ranks.tensor.join_peers(device, few_rows=few_rows, any_rows=config.batch_invariant)
     return Worker(config, group=ranks.tensor, stages=stages)
 
 

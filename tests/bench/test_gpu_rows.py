@@ -56,8 +56,8 @@ def test_workloads_are_the_agreed_ones(gpu, table):
         name = f"llama-8b/{row['id'].partition('/')[2]}"  # the same as on one GPU, on two
         here, there = vars(parsed(row["command"])), vars(parsed(commands[name]))
         changed = {key for key in here | there if here.get(key) != there.get(key)}
-        ways = {"tensor_parallel_size", "pipeline_parallel_size", "disable_custom_all_reduce"}
-        assert changed and changed <= ways
+        ways = {"tensor_parallel_size", "pipeline_parallel_size", "pp_layer_partition"}
+        assert changed and changed <= {*ways, "disable_custom_all_reduce"}
     for name, count in (("llama-8b", 512), ("qwen3-0.6b", 256)):
         items = workload(parsed(commands[f"{name}/throughput"]), 0).items()
         assert items == random_requests(count, (100, 1024), (100, 1024))

@@ -127,9 +127,8 @@ def test_the_best_of_all_ranks_is_chosen(ranks):
 
 def test_what_does_not_fit_is_refused():
     (box, _) = boxes(2, torch.bfloat16)
-    for x in (torch.zeros(9, 4), torch.zeros(2, 129)):
-        with pytest.raises(ValueError, match="fit"):
-            peers.sum_over_ranks(x.bfloat16(), box)
+    with pytest.raises(ValueError, match="fit"):
+        peers.sum_over_ranks(torch.zeros(2, 129).bfloat16(), box)
     with pytest.raises(ValueError, match="fit"):
         peers.sum_over_ranks(torch.zeros(2, 4), box)
 
@@ -160,6 +159,8 @@ def _work(box: PeerBox, words: PeerBox, seed: int, results: Any) -> None:
 def _round(n: int, ranks: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     g = torch.Generator().manual_seed(n)
     rows, size = 1 + n % 4, 8 + 7 * (n % 5)
+    if n % 10 == 3 and n % 3 < 2:
+        rows = 21  # three kernels' worth, in the same places
     parts = [torch.randn(rows, size, generator=g).bfloat16() for _ in range(ranks)]
     logits = [torch.randn(rows, 8, generator=g) for _ in range(ranks)]
     return parts, torch.randn(rows, size, generator=g).bfloat16(), torch.ones(size).bfloat16(), logits
@@ -176,7 +177,7 @@ def test_ranks_that_run_by_themselves_keep_in_step(ranks):
     ]
     for process in processes:
         process.start()
-    told = sorted(results.get(timeout=300) for _ in processes)
+    told = sorted(results.get(timeout=100) for _ in processes)
     for process in processes:
         process.join(30)
         assert process.exitcode == 0

@@ -52,7 +52,7 @@ class PeerBox(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Most rows of a kernel."""
+        """Rows that are under way at once; the others follow in the same places."""
         return self.words.shape[2]
 
     @property
@@ -87,49 +87,57 @@ def _place(turn, sender, row, RANKS: tl.constexpr, ROWS: tl.constexpr, ROW_WORDS
     return (((turn & 1) * RANKS + sender) * ROWS + row) * ROW_WORDS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sum_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, box_ptr, addresses_ptr, turns_ptr,
-    x_stride, residual_stride, eps,
+    x_stride, residual_stride, eps, rows,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     ROW_WORDS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program r: row r's sum; with NORM it is added to the stream's row, and that is normalized."""
-    row = tl.program_id(0)
+    """Program p: the sums of rows p, p + ROWS, …; with NORM each is added to the stream's row, and that is
+    normalized."""
+    place = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < SIZE
     EMPTY: tl.constexpr = -0x8000 if box_ptr.dtype.element_ty == tl.int16 else -0x80000000
     if NORM:
-        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     wait_for_previous(OVERLAP)
-    turn = tl.load(turns_ptr + row)
-    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + cols, mask=mask, other=0.0)
-    own = x.to(box_ptr.dtype.element_ty, bitcast=True)
-    own = tl.where(own == EMPTY, 0, own).to(box_ptr.dtype.element_ty)
-    _send(own, addresses_ptr, _place(turn, RANK, row, RANKS, ROWS, ROW_WORDS), cols, mask, RANK, RANKS)
-    if NORM:
-        residual_at = residual_ptr + row.to(tl.int64) * residual_stride + cols
-        residual = tl.load(residual_at, mask=mask, other=0.0)
-    total = tl.zeros([BLOCK], tl.float32)
-    for sender in tl.static_range(RANKS):
-        if sender == RANK:
-            part = own
-        else:
-            part = _take(box_ptr, _place(turn, sender, row, RANKS, ROWS, ROW_WORDS), cols, mask, EMPTY)
-        total += part.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-    tl.debug_barrier()  # all threads have read the turn
-    tl.store(turns_ptr + row, turn + 1)
-    total = total.to(x_ptr.dtype.element_ty)
-    if NORM:
-        # Each step is rounded as by the kernels that would follow each other (`octavo.kernels.triton.norm`).
-        total = (total.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
-        tl.store(residual_at, total, mask=mask)
-        wide = total.to(tl.float32)
-        wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-        if weight_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
-            wide = wide.to(out_ptr.dtype.element_ty).to(tl.float32)
-        total = (wide * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64) * SIZE + cols, total, mask=mask)
+    turn = tl.load(turns_ptr + place)
+    for row in range(place, rows, ROWS):
+        x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + cols, mask=mask, other=0.0)
+        own = x.to(box_ptr.dtype.element_ty, bitcast=True)
+        own = tl.where(own == EMPTY, 0, own).to(box_ptr.dtype.element_ty)
+        _send(own, addresses_ptr, _place(turn, RANK, place, RANKS, ROWS, ROW_WORDS), cols, mask, RANK, RANKS)
+        residual_at = residual_ptr + tl.cast(row, tl.int64) * residual_stride + cols
+        if NORM:
+            residual = tl.load(residual_at, mask=mask, other=0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        for sender in tl.static_range(RANKS):
+            if sender == RANK:
+                part = own
+            else:
+                at = _place(turn, sender, place, RANKS, ROWS, ROW_WORDS)
+                part = _take(box_ptr, at, cols, mask, EMPTY)
+            total += part.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+        total = total.to(x_ptr.dtype.element_ty)
+        if NORM:
+            # Each step is rounded as by kernels that follow each other (`octavo.kernels.triton.norm`).
+            total = (total.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
+            tl.store(residual_at, total, mask=mask)
+            wide = total.to(tl.float32)
+            wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+            if weight_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
+                wide = wide.to(out_ptr.dtype.element_ty).to(tl.float32)
+            total = (wide * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tl.cast(row, tl.int64) * SIZE + cols, total, mask=mask)
+        turn += 1
+        if row + ROWS < rows:
+            # What empties a place is to be seen before the next part is, as between kernels.
+            tl.debug_barrier()
+            tl.atomic_xchg(turns_ptr + place, turn, sem="acq_rel")
+        tl.debug_barrier()
+    tl.store(turns_ptr + place, turn)
 
 
 @triton.jit(do_not_specialize=["parts", "first"])
@@ -183,8 +191,8 @@ def _launch_sum(
     box: PeerBox,
 ) -> torch.Tensor:
     rows, size = x.shape
-    if rows > box.rows or size > box.row_words or x.element_size() != box.words.element_size():
-        raise ValueError(f"{rows} rows of {size} {x.dtype} don't fit a box of {box.words.shape}")
+    if size > box.row_words or x.element_size() != box.words.element_size():
+        raise ValueError(f"rows of {size} {x.dtype} don't fit a box of {box.words.dtype} {box.words.shape}")
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -193,12 +201,12 @@ def _launch_sum(
     block = power_of_2(size)
     stream = x if residual is None else residual
     _sum(
-        (rows, 1, 1),
+        (min(rows, box.rows), 1, 1),
         (x, stream, x if weight is None else weight, out, box.words, box.addresses, box.turns),
         (x.stride(0), stream.stride(0)),
-        (eps,),
+        (eps, rows),
         (size, block, box.rank, box.ranks, box.rows, box.row_words, weight is not None),
-        max(1, min(16, block * x.element_size() // 512)),  # 16 bytes a thread
+        max(1, min(16, block // 512)),  # as the norm alone has, so that both add up in one order
     )
     return out
 
@@ -209,7 +217,7 @@ def sum_over_ranks(x: torch.Tensor, box: PeerBox) -> torch.Tensor:
     All ranks launch this kernel, and the others of this module, in the same order with as many rows.
 
     Args:
-        x: `[rows, size]`, float32, bfloat16 or float16, no larger than the box.
+        x: `[rows, size]`, float32, bfloat16 or float16, any number of rows no longer than the box's.
         box: for elements of that size.
 
     Returns:
