@@ -67,10 +67,8 @@ def measure(rank: int, size: int, rendezvous: str, results: Any) -> None:
         weight = torch.ones(size, dtype=torch.bfloat16, device=device)
         for rows in ROWS:
             x = torch.randn(rows, size, device=device).bfloat16()
-            residual, logits = (
-                torch.randn_like(x),
-                torch.randn(min(rows, 512), 64128, device=device).bfloat16(),
-            )
+            residual = torch.randn_like(x)
+            logits = torch.randn(min(rows, 512), 64128, device=device).bfloat16()
             cases: dict[str, Callable[[], Any]] = {
                 "NCCL": lambda x=x: plain.all_reduce(x),
                 "NCCL, add and norm": lambda x=x, r=residual: plain.add_rms_norm(x, r, weight, 1e-5),

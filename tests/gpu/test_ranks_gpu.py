@@ -28,8 +28,9 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 ROUNDS = 1000
 SHAPES = [
-    (1, 4096, torch.bfloat16), (1500, 2048, torch.bfloat16), (32, 4096, torch.bfloat16), (512, 4096, torch.bfloat16),
-    (3, 577, torch.bfloat16), (5, 4097, torch.bfloat16), (64, 8192, torch.float16),
+    (1, 4096, torch.bfloat16), (1500, 2048, torch.bfloat16), (32, 4096, torch.bfloat16),
+    (512, 4096, torch.bfloat16), (3, 577, torch.bfloat16), (5, 4097, torch.bfloat16),
+    (64, 8192, torch.float16),
     (7, 2048, torch.float32), (2, 1, torch.float32), (1, 4096, torch.float32),
 ]  # fmt: skip
 
