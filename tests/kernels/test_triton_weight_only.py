@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import ops, reference_lowbit
-from octavo.kernels.triton import weight_only
+from octavo.kernels.triton import weight_only, weight_only_choice
 from octavo.kernels.triton.expand_bytes import expand_bytes
+from octavo.kernels.triton.linear_choice import Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
+from octavo.kernels.triton.tiles import TilesConfig
 from tests.kernels import bytes_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,11 +72,39 @@ def test_default_cuts_fill_a_device(gated: bool) -> None:
     """Never more memory than a multiprocessor has; programs for most of them; steps for every split."""
     for size_in, size_out in ((4096, 6144), (14336, 4096), (1024, 2048), (4096, 28672), (64, 64)):
         for rows in (1, 8, 16, 17, 64, 128):
-            cut = weight_only.default_cut(rows, -(-size_in // 256), size_out, gated, 132)
+            cut = weight_only_choice.default_cut(rows, -(-size_in // 256), size_out, gated, 132)
             assert cut is not None
             matrices = 2 if gated else 1
             stage = cut.block_out * matrices * 128 + cut.tile_rows * 512
             assert stage * cut.stages <= 227 << 10
             assert cut.splits == 1 or -(-size_in // 256) >= 2 * cut.splits
             assert cut.tile_rows >= 8
-    assert weight_only.default_cut(129, 16, 4096, gated, 132) is None
+    assert weight_only_choice.default_cut(129, 16, 4096, gated, 132) is None
+
+
+def test_tables() -> None:
+    """A cut holds for fewer rows than it says, and for shapes that are near; null is a choice, too."""
+    shape = Shape(4096, 6144, False)
+    table = {("int4", shape): {1: [64, 4, 2, 2, 16, 8], 128: None}}
+    again = weight_only_choice.table_from_json(
+        json.loads(weight_only_choice.table_to_json(table, "X", ["x"]))
+    )
+    assert again == table
+    look_up = functools.partial(weight_only_choice.look_up, again)
+    assert look_up("int4", 1, shape) == (True, [64, 4, 2, 2, 16, 8])
+    assert look_up("int4", 2, Shape(4096, 4096, False)) == (True, None)
+    assert look_up("int4", 129, shape) == (False, None)
+    assert look_up("fp8", 1, shape) == (False, None)
+    assert look_up("int4", 1, Shape(4096, 6144, True)) == (False, None)
+    assert look_up("int4", 1, Shape(512, 1024, False)) == (False, None)
+
+
+def test_tables_that_ship() -> None:
+    """Each cut is one that its kernel takes."""
+    folder = Path(weight_only_choice.__file__).parent / "tuned" / "weight_only"
+    for path in folder.glob("*.json"):
+        for (form, _), cuts in weight_only_choice.table_from_json(json.loads(path.read_text())).items():
+            for rows, cut in cuts.items():
+                if cut is not None:
+                    kind = TilesConfig if form in ("int4", "nf4") else SkinnyConfig
+                    assert kind(*cut).block_out in (16, 32, 64, 128, 256), (path.name, rows)
