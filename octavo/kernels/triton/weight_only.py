@@ -13,8 +13,6 @@ from octavo.kernels.triton.expand_bytes import expand_bytes
 from octavo.kernels.triton.skinny_linear import scale_shape, skinny_linear
 from octavo.kernels.triton.weight_only_choice import bytes_config, tiles_config
 
-_ACTS: dict[Activation, str] = {ops.silu_and_mul: "silu", ops.gelu_tanh_and_mul: "gelu_tanh"}
-
 
 def weight_only_linear(
     x: torch.Tensor,
@@ -24,7 +22,7 @@ def weight_only_linear(
     act: Activation | None = None,
 ) -> torch.Tensor:
     """See `octavo.kernels.reference_lowbit.weight_only_linear`; FP8 weights are finite."""
-    name = None if act is None else _ACTS.get(act)
+    name = None if act is None else ops.GATED.get(act)
     if act is not None and name is None:
         return act(weight_only_linear(x, weight, scale, bias))
     config = None
@@ -42,7 +40,7 @@ def tiles_linear(
     x: torch.Tensor, tiles: Tiles, bias: torch.Tensor | None = None, act: Activation | None = None
 ) -> torch.Tensor:
     """See `octavo.kernels.reference_tiles.tiles_linear`."""
-    name = None if act is None else _ACTS.get(act)
+    name = None if act is None else ops.GATED.get(act)
     if act is not None and name is None:
         return act(tiles_linear(x, tiles, bias))
     config = None
