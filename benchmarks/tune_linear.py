@@ -1,17 +1,20 @@
 """Finds the fastest product of few rows with each matrix of two models, and writes the table that ships.
 
-Usage: python benchmarks/tune_linear.py [--quick] [--write octavo/kernels/triton/tuned/h200.json]
+Usage: python benchmarks/tune_linear.py [--quick] [--ranks 2] [--write octavo/kernels/triton/tuned/h200.json]
 
 Times the few-row kernel and the tensor-core kernel in many cuts, and cuBLAS (for a gated matrix with the
 activation's kernel behind it), inside replayed CUDA graphs: every product follows an RMS norm, as in a
 decoder layer, and reads other weights than the one before, so that no cache helps. Kernels are compiled
-ahead by processes that do not touch the device. Cuts that do not fit the device are left out.
+ahead by processes that do not touch the device. Cuts that do not fit the device are left out. With `--ranks`
+the matrices are the parts of the first model's that each of so many tensor-parallel ranks has; what the file
+holds of other shapes stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import multiprocessing
 import os
 import time
@@ -25,7 +28,7 @@ from compile_only import compile_only
 
 from octavo.kernels.triton import activation, linear, norm, skinny_linear
 from octavo.kernels.triton.launch import ceil_div, power_of_2
-from octavo.kernels.triton.linear_choice import Choice, Shape, Table, table_to_json
+from octavo.kernels.triton.linear_choice import Choice, Shape, Table, table_from_json, table_to_json
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 
 DTYPE = torch.bfloat16
@@ -45,6 +48,7 @@ MODELS = {  # how often a step multiplies with each matrix
         Shape(1024, 151936, False): 1,
     },
 }
+INPUTS_SPLIT = {Shape(4096, 4096, False), Shape(14336, 4096, False)}  # among ranks; the others by outputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 QUICK_ROWS = (1, 32)
 ROTATION_BYTES = 256 << 20  # of different weights: several times the L2
@@ -384,9 +388,9 @@ class Tuner:
             for shape, cells in self.results.items()
         }
 
-    def summary(self, rows: tuple[int, ...]) -> None:
+    def summary(self, models: dict[str, dict[Shape, int]], rows: tuple[int, ...]) -> None:
         """A step's products (each with a norm before it), as chosen and by cuBLAS."""
-        for model, matrices in MODELS.items():
+        for model, matrices in models.items():
             for count in rows:
                 cells = [(self.results.get(s, {}).get(count), s, n) for s, n in matrices.items()]
                 if all(found for found, _, _ in cells):
@@ -395,10 +399,25 @@ class Tuner:
                     print(f"{model}, {count} rows: {ours * 1e3:.3f} ms a step, cuBLAS {theirs * 1e3:.3f}")
 
 
+def models_of(ranks: int) -> dict[str, dict[Shape, int]]:
+    """The matrices to measure: all, or a rank's parts of the first model's."""
+    if ranks == 1:
+        return MODELS
+    name, matrices = next(iter(MODELS.items()))
+    parts = {
+        shape._replace(size_in=shape.size_in // ranks)
+        if shape in INPUTS_SPLIT
+        else shape._replace(size_out=shape.size_out // ranks): count
+        for shape, count in matrices.items()
+    }
+    return {f"{name}, one of {ranks} ranks": parts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_ROWS} rows")
-    parser.add_argument("--write", metavar="FILE", help="write the table there")
+    parser.add_argument("--write", metavar="FILE", help="write the table there, beside other shapes' choices")
+    parser.add_argument("--ranks", type=int, default=1, help="measure what each of so many ranks has")
     parser.add_argument("--serves", default="h200,gh200,h100,h800", help="words of chips' names it is for")
     parser.add_argument("--seconds", type=float, default=225.0, help="end by then, with what is found")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile")
@@ -409,7 +428,8 @@ def main() -> None:
     pool = multiprocessing.get_context("fork").Pool(args.processes)
     properties = torch.cuda.get_device_properties(0)
     rows = QUICK_ROWS if args.quick else ROWS
-    shapes = [shape for matrices in MODELS.values() for shape in matrices]
+    models = models_of(args.ranks)
+    shapes = [shape for matrices in models.values() for shape in matrices]
     capability = properties.major * 10 + properties.minor
     groups: dict[int, list[int]] = {}
     for count in rows:
@@ -436,10 +456,12 @@ def main() -> None:
         for shape in shapes:
             tuner.tune_group(shape, group)
     pool.terminate()
-    tuner.summary(rows)
+    tuner.summary(models, rows)
     if args.write:
-        text = table_to_json(tuner.table(), properties.name, args.serves.split(","))
-        Path(args.write).write_text(text)
+        path, table = Path(args.write), tuner.table()
+        if path.exists():
+            table = table_from_json(json.loads(path.read_text())) | table
+        path.write_text(table_to_json(table, properties.name, args.serves.split(",")))
     print(f"{'ended at the limit, ' if tuner.late() else ''}{time.perf_counter() - start:.0f} s")
 
 

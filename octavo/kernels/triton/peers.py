@@ -103,7 +103,7 @@ def _sum_kernel(
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     wait_for_previous(OVERLAP)
-    turn = tl.load(turns_ptr + place)
+    turn = tl.load(turns_ptr + place, volatile=True)
     for row in range(place, rows, ROWS):
         x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + cols, mask=mask, other=0.0)
         own = x.to(box_ptr.dtype.element_ty, bitcast=True)
@@ -150,7 +150,7 @@ def _best_kernel(
     EMPTY: tl.constexpr = -0x80000000
     wait_for_previous(OVERLAP)
     row = tl.program_id(0)
-    turn = tl.load(turns_ptr + row)
+    turn = tl.load(turns_ptr + row, volatile=True)
     lanes = tl.arange(0, BLOCK)
     at = row.to(tl.int64) * parts + lanes
     values = tl.load(value_ptr + at, mask=lanes < parts, other=float("-inf"))
