@@ -7,8 +7,8 @@ import torch
 
 from octavo.kernels import ops
 from octavo.kernels.reference_lowbit import Activation
-from octavo.kernels.triton import choice_8bit
-from octavo.kernels.triton.choice_8bit import Kind8
+from octavo.kernels.triton.choice_8bit import Kind8, choose
+from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.row_8bit import row_8bit
 from octavo.kernels.triton.rows_8bit import (
     FP8_GROUPS,
@@ -23,13 +23,15 @@ from octavo.kernels.triton.skinny_8bit import skinny_8bit
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 
 
-def _kind(weight: torch.Tensor, scale: torch.Tensor) -> Kind8:
+def kind_of(weight: torch.Tensor, scale: torch.Tensor) -> Kind8:
+    """By what table and kernels a matrix is multiplied."""
     if weight.dtype is torch.int8:
         return "int8"
     return "fp8_block" if scale.dim() == 2 else "fp8"
 
 
-def _form(weight: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor | None) -> Form:
+def form_of(weight: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor | None = None) -> Form:
+    """How rows for a matrix are quantized."""
     return FP8_GROUPS if scale.dim() == 2 else Form(weight.dtype, False, input_scale)
 
 
@@ -39,11 +41,17 @@ def multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    choice: Choice | None = None,
 ) -> torch.Tensor:
-    """Rows of 8 bits times a matrix of the same kind: `[M, K]` to `[M, N]` of `dtype`."""
+    """Rows of 8 bits times a matrix of the same kind: `[M, K]` to `[M, N]` of `dtype`.
+
+    Args:
+        choice: "skinny" or "cublas"; None: what `choice_8bit` knows.
+    """
     count, size_in = rows.codes.shape
-    kind = _kind(weight, scale)
-    choice = choice_8bit.choose(max(2, count), size_in, weight.shape[0], False, kind, dtype, weight.device)
+    kind = kind_of(weight, scale)
+    if choice is None:
+        choice = choose(max(2, count), size_in, weight.shape[0], False, kind, dtype, weight.device)
     if choice.kind == "skinny":
         assert isinstance(choice.config, SkinnyConfig)
         return skinny_8bit(rows, weight, scale, bias, dtype, choice.config)
@@ -60,6 +68,23 @@ def multiply(
     )
 
 
+def _one_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    act: Activation | None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    name = None if act is None else ops.GATED.get(act)
+    kind = kind_of(weight, scale)
+    config = choose(1, x.shape[1], weight.shape[0], name is not None, kind, x.dtype, x.device).config
+    out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, config)
+    return (out if act is None or name is not None else act(out)), stream
+
+
 def w8a8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -70,13 +95,8 @@ def w8a8_linear(
 ) -> torch.Tensor:
     """`lowbit_ops.fp8_linear` or `int8_linear`, by the weight; with scales of blocks `fp8_block_linear`."""
     if x.shape[0] == 1:
-        name = None if act is None else ops.GATED.get(act)
-        config = choice_8bit.choose(
-            1, x.shape[1], weight.shape[0], name is not None, _kind(weight, scale), x.dtype, x.device
-        ).config
-        out = row_8bit(x, weight, scale, bias, input_scale, name, config=config)[0]
-        return out if act is None or name is not None else act(out)
-    rows = quantize_rows(x, _form(weight, scale, input_scale))
+        return _one_row(x, weight, scale, bias, input_scale, act)[0]
+    rows = quantize_rows(x, form_of(weight, scale, input_scale))
     out = multiply(rows, weight, scale, bias, x.dtype)
     return out if act is None else act(out)
 
@@ -108,14 +128,8 @@ def rms_norm_w8a8_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lowbit_ops.rms_norm_w8a8_linear`."""
     if x.shape[0] == 1:
-        name = None if act is None else ops.GATED.get(act)
-        config = choice_8bit.choose(
-            1, x.shape[1], weight.shape[0], name is not None, _kind(weight, scale), x.dtype, x.device
-        ).config
-        norm = (norm_weight, eps)
-        out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, config)
-        return (out if act is None or name is not None else act(out)), stream
-    form = _form(weight, scale, input_scale)
+        return _one_row(x, weight, scale, bias, input_scale, act, (norm_weight, eps), residual)
+    form = form_of(weight, scale, input_scale)
     rows = rms_norm_quantize(x, residual, norm_weight, eps, form)
     out = multiply(rows, weight, scale, bias, x.dtype)
     return (out if act is None else act(out)), (x if residual is None else residual)
@@ -133,5 +147,5 @@ def gated_w8a8_linear(
     name = ops.GATED.get(act)
     if name is None or gates.shape[0] == 1:
         return w8a8_linear(act(gates), weight, scale, bias, input_scale)
-    rows = gated_quantize(gates, name, _form(weight, scale, input_scale))
+    rows = gated_quantize(gates, name, form_of(weight, scale, input_scale))
     return multiply(rows, weight, scale, bias, gates.dtype)
