@@ -47,7 +47,7 @@ class RowConfig(NamedTuple):
 
 def row_config(size_in: int, size_out: int, alone: bool) -> RowConfig:
     """A sane cut where nothing was measured: 16 bytes a thread and output. `alone`: inputs may be shared."""
-    splits = min(8, max(1, size_in // 4096)) if alone and size_in > 8192 else 1
+    splits = min(8, ceil_div(size_in, 4096)) if alone and size_in > 8192 else 1
     warps = max(1, min(8, power_of_2(ceil_div(size_in, splits)) // 512))
     return RowConfig(4 if size_in // splits <= 4096 else 2, warps, 2 if size_out >= 16384 else 1, splits)
 

@@ -1,0 +1,438 @@
+"""Products in 8 bits on the GPU: times what is chosen, or finds the fastest cuts and writes tables to ship.
+
+Usage: python benchmarks/lowbit_gpu.py [--kinds fp8,int8] [--tune] [--write octavo/kernels/triton/tuned]
+
+Every product follows, as in a decoder layer, what quantizes its rows (one row is quantized in it), inside
+replayed CUDA graphs, and reads other weights than the one before. Printed are the time of both, the product's
+bytes and operations per second by the difference to the first alone, and the same product in bfloat16 after
+its norm. Kernels are compiled ahead by processes that do not touch the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from compile_only import compile_only
+from tune_linear import MODELS, SHARED_BYTES
+
+from octavo.kernels import ops, reference_lowbit
+from octavo.kernels.triton import norm
+from octavo.kernels.triton.choice_8bit import Kind8, choose, library_serves
+from octavo.kernels.triton.launch import ceil_div, power_of_2
+from octavo.kernels.triton.linear_choice import Choice, Shape, Table, table_to_json
+from octavo.kernels.triton.lowbit_8bit import form_of, multiply
+from octavo.kernels.triton.row_8bit import RowConfig, row_8bit
+from octavo.kernels.triton.rows_8bit import gated_quantize, quantize_rows, rms_norm_quantize
+from octavo.kernels.triton.skinny_linear import SkinnyConfig
+from octavo.quantization import gpu_linear
+
+BF16 = torch.bfloat16
+DEVICE = "cuda"
+KINDS: tuple[Kind8, ...] = get_args(Kind8)
+SHAPES = {name: {s: n for s, n in shapes.items() if s.size_out < 100_000} for name, shapes in MODELS.items()}
+# The last stands for all that are more.
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 2048)
+ALL_ROWS = 1 << 20
+REPORTED = (1, 8, 32, 64, 128, 512, 4096)
+BUFFER = 384 << 20  # bytes of different weights: several times the L2
+
+# Outputs, inputs, stages, warps, weights first, rows of a tile; by the number of rows that they are for.
+TILES: dict[int, tuple[tuple[int, int, int, int, bool, int], ...]] = {
+    16: (
+        (64, 128, 4, 4, True, 16), (64, 128, 8, 4, True, 16), (64, 256, 3, 4, True, 16),
+        (64, 256, 5, 4, True, 16), (64, 512, 3, 4, True, 16), (128, 128, 4, 4, True, 16),
+        (128, 256, 3, 8, True, 16),
+    ),
+    32: (
+        (64, 128, 4, 4, True, 32), (64, 128, 7, 4, True, 32), (64, 256, 3, 4, True, 32),
+        (64, 256, 4, 4, True, 32), (128, 128, 4, 4, True, 32), (128, 256, 3, 8, True, 32),
+    ),
+    64: (
+        (64, 128, 4, 4, True, 64), (64, 128, 6, 4, True, 64), (64, 256, 3, 4, True, 64),
+        (64, 128, 5, 4, False, 64), (128, 128, 4, 8, True, 64), (128, 128, 4, 4, False, 64),
+    ),
+    128: (
+        (64, 128, 4, 4, True, 128), (128, 128, 3, 8, True, 128), (128, 128, 4, 8, False, 128),
+        (64, 128, 4, 4, False, 64), (64, 128, 5, 8, False, 128), (128, 128, 3, 4, False, 64),
+    ),
+    256: (
+        (128, 128, 3, 8, False, 128), (128, 128, 4, 8, False, 128), (128, 128, 4, 4, False, 64),
+        (256, 128, 3, 8, False, 128), (128, 256, 3, 8, False, 128),
+    ),
+}  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A kernel to be compiled."""
+
+    capability: int
+    kind: Kind8
+    rows: int
+    shape: Shape
+    choice: Choice
+
+
+class Found(NamedTuple):
+    seconds: float
+    choice: Choice
+
+
+def cells(rows: tuple[int, ...]) -> Iterator[tuple[Shape, int]]:
+    """Shapes and numbers of rows; only one row's product ends with an activation."""
+    for shapes in SHAPES.values():
+        for shape in shapes:
+            for count in rows:
+                yield shape._replace(gated=shape.gated and count == 1), count
+
+
+def row_cuts(shape: Shape) -> Iterator[RowConfig]:
+    """32 or 64 weights a thread and tile, in one part of the inputs or, without a norm, in several."""
+    alone = after_norm(shape) is False
+    parts = {1} if shape.size_in <= 4096 else set()
+    if alone:
+        parts |= {ceil_div(shape.size_in, width) for width in (1024, 2048, 4096) if shape.size_in > width}
+    for splits in sorted(parts):
+        width = power_of_2(ceil_div(shape.size_in, splits))
+        for warps in dict.fromkeys(min(16, max(1, width // size)) for size in (1024, 512, 256)):
+            for weights in (32, 64):
+                outputs = weights * 32 * warps // width
+                for tiles in (1, 2, 4, 8):
+                    programs = ceil_div(shape.size_out, max(1, outputs * tiles)) * splits
+                    if 2 <= outputs <= 32 and splits <= 8 and 132 <= programs <= 132 * 64:
+                        yield RowConfig(outputs, warps, tiles, splits)
+
+
+def after_norm(shape: Shape) -> bool:
+    """Whether a model's product of this shape follows a norm: those that come of the hidden size."""
+    return shape.gated or (shape.size_out >= shape.size_in and shape.size_in != shape.size_out)
+
+
+def cuts(kind: Kind8, shape: Shape, rows: int, processors: int = 132) -> Iterator[Choice]:
+    """What may be the fastest."""
+    if rows == 1:
+        yield from (Choice("few_rows", cut) for cut in row_cuts(shape))
+        return
+    if library_serves(rows, shape, kind, BF16) and rows >= 16:
+        yield Choice("cublas")
+    for block_out, block_in, stages, warps, first, tile in TILES[min(256, max(16, power_of_2(rows)))]:
+        if stages * (block_out + tile) * block_in > SHARED_BYTES or block_in > shape.size_in:
+            continue
+        if kind == "fp8_block" and (block_in != 128 or block_out > 128):
+            continue
+        if kind != "int8" and block_out * tile > 128 * 128:  # two accumulators of FP8 fill the registers
+            continue
+        for splits in (1, 2, 4, 8):
+            programs = ceil_div(shape.size_out, block_out) * ceil_div(rows, tile) * splits
+            if splits > 1 and (programs > 4 * processors or shape.size_in < splits * 256):
+                continue
+            if 2 * programs < processors and splits < 8 and shape.size_in >= 512 * splits:
+                continue
+            yield Choice("skinny", SkinnyConfig(block_out, block_in, stages, warps, splits, 32, first, tile))
+
+
+def matrix(kind: Kind8, shape: Shape, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in some bytes, and scales that make products about 1."""
+    weight = memory[: shape.size_in * shape.size_out].view(shape.size_out, shape.size_in)
+    weight = weight.view(torch.int8 if kind == "int8" else reference_lowbit.FP8)
+    sizes: tuple[int, ...] = (shape.size_out,)
+    if kind == "fp8_block":
+        sizes = (ceil_div(shape.size_out, 128), ceil_div(shape.size_in, 128))
+    return weight, torch.full(sizes, shape.size_in**-0.5 / 40, device=memory.device)
+
+
+class Product:
+    """A product of one shape and number of rows as layers call it, over weights in rotation."""
+
+    def __init__(self, kind: Kind8, shape: Shape, rows: int, memory: torch.Tensor):
+        self.kind, self.shape, self.rows = kind, shape, rows
+        size = shape.size_in * shape.size_out
+        places = max(1, min(memory.numel() // size, 24))
+        self.matrices = [matrix(kind, shape, memory[i * size :]) for i in range(places)]
+        self.x = torch.randn(rows, shape.size_in, device=memory.device).to(BF16)
+        self.stream = torch.zeros_like(self.x)
+        self.factor = torch.ones(shape.size_in, dtype=BF16, device=memory.device)
+        self.gates = None
+        if rows > 1 and not after_norm(shape) and shape.size_in > 2 * shape.size_out:
+            self.gates = torch.randn(rows, 2 * shape.size_in, device=memory.device).to(BF16)
+
+    def quantized(self) -> Any:
+        """What makes the rows, alone."""
+        form = form_of(*self.matrices[0])
+        if self.gates is not None:
+            return gated_quantize(self.gates, "silu", form)
+        if after_norm(self.shape):
+            return rms_norm_quantize(self.x, self.stream, self.factor, 1e-5, form)
+        return quantize_rows(self.x, form)
+
+    def run(self, choice: Choice, place: int = 0) -> torch.Tensor:
+        """Rows and product."""
+        weight, scale = self.matrices[place]
+        if self.rows == 1:
+            fused: dict[str, Any] = {"act": "silu"} if self.shape.gated else {}
+            if after_norm(self.shape):
+                fused |= {"norm": (self.factor, 1e-5), "residual": self.stream}
+            return row_8bit(self.x, weight, scale, config=choice.config, **fused)[0]
+        return multiply(self.quantized(), weight, scale, None, BF16, choice)
+
+    def wrong(self, choice: Choice) -> float:
+        """How far it is from the plain twin."""
+        weight, scale = self.matrices[0]
+        x = self.x
+        self.stream.zero_()  # to which runs have added
+        if self.gates is not None:
+            x = ops.silu_and_mul(self.gates)
+        elif after_norm(self.shape):
+            x = norm.rms_norm(x, self.factor, 1e-5)
+        if self.kind == "fp8_block":
+            want = reference_lowbit.fp8_block_linear(x, weight, scale)
+        else:
+            plain = reference_lowbit.int8_linear if self.kind == "int8" else reference_lowbit.fp8_linear
+            want = plain(x, weight, scale)
+        if self.shape.gated and self.rows == 1:
+            want = ops.silu_and_mul(want)
+        return float((self.run(choice).float() - want.float()).norm() / want.float().norm())
+
+
+class Clock:
+    """Times work in graphs that share their memory."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self._anchor = self._record(lambda: torch.zeros(1, device=DEVICE))
+
+    def _record(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def seconds(self, call: Callable[[int], Any], places: int, replays: int = 3) -> float:
+        """Of one call (which is told its place), the least of some replays of as many as make 20."""
+        count = places * ceil_div(20, places)
+
+        def work() -> None:
+            for i in range(count):
+                call(i % places)
+
+        with torch.cuda.stream(self.stream):
+            call(0)
+        self.stream.synchronize()
+        graph = self._record(work)
+        times = []
+        with torch.cuda.stream(self.stream):
+            graph.replay()
+            for _ in range(replays):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3 / count)
+        return min(times)
+
+
+# ---- compilation ----
+
+
+@functools.cache
+def _become_compiler(capability: int) -> None:
+    torch.set_num_threads(1)
+    compile_only(capability)
+
+
+def compile_job(job: Job) -> str | None:
+    """Compiles one variant into Triton's cache; returns what went wrong."""
+    _become_compiler(job.capability)
+    memory = torch.empty(job.shape.size_in * job.shape.size_out, dtype=torch.int8)  # is not touched
+    try:
+        Product(job.kind, job.shape, job.rows, memory).run(job.choice)
+    except Exception as error:
+        return f"{job.choice}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def jobs_for(kind: Kind8, chosen: dict[tuple[Shape, int], list[Choice]], capability: int) -> list[Job]:
+    """A job for each variant; the tensor-core kernel's do not depend on sizes, its rows' do."""
+    found: dict[Any, Job] = {}
+    for (shape, rows), choices in chosen.items():
+        for choice in choices:
+            if choice.kind == "skinny":
+                own = {(choice.config, power_of_2(rows)), (shape.size_in, after_norm(shape))}
+                if all(key in found for key in own):
+                    continue
+                for key in own:
+                    found[key] = Job(capability, kind, min(rows, 256), shape, choice)
+            elif choice.kind == "few_rows":
+                found[shape, choice] = Job(capability, kind, rows, shape, choice)
+    return list(dict.fromkeys(found.values()))
+
+
+# ---- measurement ----
+
+
+class Bench:
+    """One kind's products on the device."""
+
+    def __init__(self, kind: Kind8, clock: Clock, bandwidth: float = 4.32e12):
+        self.kind, self.clock, self.bandwidth = kind, clock, bandwidth
+        codes = torch.randn(1 << 24, device=DEVICE) * 40
+        eight = codes.clamp(-127, 127).to(torch.int8 if kind == "int8" else reference_lowbit.FP8)
+        self.memory = eight.view(torch.int8).repeat(ceil_div(BUFFER, 1 << 24))
+        self.table: Table = {}
+        self.steps: dict[tuple[Shape, int], float] = {}
+
+    def best(self, shape: Shape, rows: int, choices: list[Choice]) -> None:
+        """Times a cell's choices, keeps the fastest that is right, and prints it."""
+        product = Product(self.kind, shape, rows, self.memory)
+        places = len(product.matrices)
+        found = []
+        for choice in choices:
+            try:
+                found.append(
+                    Found(self.clock.seconds(functools.partial(product.run, choice), places), choice)
+                )
+            except Exception as error:
+                if "CUDA error" in str(error):  # after which nothing works any more
+                    raise
+                if "out of resource" not in str(error):
+                    print(f"    {rows} x {shape}: {choice}: {type(error).__name__}: {error}", flush=True)
+        found.sort(key=lambda f: f.seconds)
+        again = [
+            Found(self.clock.seconds(functools.partial(product.run, f.choice), places, 9), f.choice)
+            for f in found[:3]
+        ]
+        again.sort(key=lambda f: f.seconds)
+        wrong = 0.0
+        while again and (wrong := product.wrong(again[0].choice)) > 1e-2:
+            print(f"    {rows} x {shape}: {again.pop(0).choice} is wrong by {wrong}", flush=True)
+        if not again:
+            return
+        best = again[0]
+        alone = 0.0
+        if rows > 1:
+            alone = self.clock.seconds(lambda _: product.quantized(), 1)
+        kept = best.choice
+        if kept.kind != "cublas" and kept.config is not None:
+            kept = Choice(kept.kind, tuple(kept.config))
+        self.table.setdefault(shape, {})[ALL_ROWS if rows == ROWS[-1] else rows] = kept
+        self.steps[shape, rows] = best.seconds
+        size = shape.size_in * shape.size_out
+        own = max(best.seconds - alone, 1e-9)
+        library = next((f.seconds for f in found if f.choice.kind == "cublas"), None)
+        print(
+            f"{self.kind:9} {rows:5} x {shape.size_in}->{shape.size_out}{' gated' if shape.gated else '':6} "
+            f"{best.seconds * 1e6:8.2f} us (rows alone {alone * 1e6:6.2f}), {size / own / 1e12:5.2f} TB/s, "
+            f"{2 * size * rows / own / 1e12:6.0f} TFLOP/s; floor {size / self.bandwidth * 1e6:6.2f} us; "
+            f"wrong {wrong:.1e}; bf16 {self.bf16(shape, rows) * 1e6:8.2f} us"
+            + (f"; library {library * 1e6:.2f}" if library is not None else "")
+            + f"; {best.choice.kind} {tuple(best.choice.config or ())} of {len(found)}",
+            flush=True,
+        )
+
+    def bf16(self, shape: Shape, rows: int) -> float:
+        """The product of 16 bits with what is before it, as layers call it."""
+        size = shape.size_in * shape.size_out
+        places = max(1, min(self.memory.numel() // 2 // size, 24))
+        memory = self.memory.view(torch.uint8)
+        weights = [
+            memory[2 * i * size : 2 * (i + 1) * size].view(BF16).view(shape.size_out, shape.size_in)
+            for i in range(places)
+        ]
+        x = torch.randn(rows, shape.size_in, device=DEVICE).to(BF16)
+        stream, factor = torch.zeros_like(x), torch.ones(shape.size_in, dtype=BF16, device=DEVICE)
+        act = ops.silu_and_mul if shape.gated else None
+
+        def call(place: int) -> Any:
+            weight = weights[place]
+            if not after_norm(shape):
+                return gpu_linear.linear(x, weight, None, act)
+            fused = gpu_linear.rms_norm_linear(x, stream, factor, 1e-5, weight, None, act)
+            if fused is not None:
+                return fused
+            return gpu_linear.linear(norm.add_rms_norm(x, stream, factor, 1e-5)[0], weight, None, act)
+
+        return self.clock.seconds(call, places)
+
+    def summary(self, rows: tuple[int, ...]) -> None:
+        """What the products of a step take, with what quantizes their rows."""
+        for model, shapes in SHAPES.items():
+            for count in rows:
+                keys = [(s._replace(gated=s.gated and count == 1), count, n) for s, n in shapes.items()]
+                if all((shape, count) in self.steps for shape, count, _ in keys):
+                    total = sum(self.steps[shape, count] * n for shape, count, n in keys)
+                    floor = sum(s.size_in * s.size_out * n for s, _, n in keys) / self.bandwidth
+                    print(
+                        f"{self.kind}: {model}, {count} rows: {total * 1e3:.3f} ms, bytes {floor * 1e3:.3f}"
+                    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--tune", action="store_true", help="try all cuts, at the tables' numbers of rows")
+    parser.add_argument("--write", metavar="DIR", help="with --tune: write DIR/KIND/NAME.json")
+    parser.add_argument("--name", default="h200")
+    parser.add_argument("--serves", default="h200,gh200,h100,h800", help="words of chips' names it is for")
+    parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing new after that")
+    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    # Forked before this process touches the device; they never do.
+    pool = multiprocessing.get_context("fork").Pool(args.processes)
+    properties = torch.cuda.get_device_properties(0)
+    capability = properties.major * 10 + properties.minor
+    device = torch.device("cuda", 0)
+    rows = ROWS if args.tune else REPORTED
+    kinds: list[Kind8] = [kind for kind in KINDS if kind in args.kinds.split(",")]
+    chosen: dict[Kind8, dict[tuple[Shape, int], list[Choice]]] = {}
+    compiling = {}
+    for kind in kinds:
+        if args.tune:
+            chosen[kind] = {(s, n): list(cuts(kind, s, n)) for s, n in cells(rows)}
+        else:
+            chosen[kind] = {
+                (s, n): [choose(n, s.size_in, s.size_out, s.gated, kind, BF16, device)]
+                for s, n in cells(rows)
+            }
+        jobs = jobs_for(kind, chosen[kind], capability)
+        print(f"{kind}: {len(jobs)} kernels to compile", flush=True)
+        compiling[kind] = pool.map_async(compile_job, jobs, chunksize=1)
+    torch.manual_seed(0)
+    clock = Clock()
+    for kind in kinds:
+        try:
+            left = max(1.0, args.seconds - (time.perf_counter() - start))
+            problems = [problem for problem in compiling[kind].get(timeout=left) if problem]
+            print(f"{kind}: compiled after {time.perf_counter() - start:.0f} s", *problems[:5], sep="\n  ")
+        except multiprocessing.TimeoutError:
+            print(f"{kind}: not compiled in time", flush=True)
+            break
+        bench = Bench(kind, clock)
+        for (shape, count), choices in chosen[kind].items():
+            if time.perf_counter() - start < args.seconds:
+                bench.best(shape, count, choices)
+        bench.summary(rows)
+        if args.write and args.tune:
+            target = Path(args.write) / kind / f"{args.name}.json"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(table_to_json(bench.table, properties.name, args.serves.split(",")))
+        del bench
+    pool.terminate()
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
