@@ -32,6 +32,7 @@ from octavo.kernels.triton import (
     bitmask,
     block_copy,
     cascade,
+    embedding,
     invariant_attention,
     invariant_linear,
     kv_codes,
@@ -40,6 +41,7 @@ from octavo.kernels.triton import (
     linear,
     logprobs,
     norm,
+    peers,
     rotary_kv,
     sampling,
     skinny_linear,
@@ -271,6 +273,27 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
     found.append(("add_layer_norm", lambda: norm.add_layer_norm(x, x.clone(), weight, None, 1e-5)))
     found.append(("silu_and_mul", lambda: activation.silu_and_mul(x)))
     found.append(("gelu_tanh_and_mul", lambda: activation.gelu_tanh_and_mul(x)))
+    tokens = torch.zeros(4, dtype=torch.int32)
+    found.append(("look_up_part", lambda: embedding.look_up_part(x, tokens, 2)))
+    for kind in (bf16, f32):
+        word = {2: torch.int16, 4: torch.int32}[kind.itemsize]
+        box = peers.PeerBox(
+            0, 2, torch.zeros(2, 2, 64, 4096, dtype=word), torch.zeros(2, dtype=torch.int64),
+            torch.zeros(64, dtype=torch.int32),
+        )  # fmt: skip
+        for rows in (4, 40):
+            part = torch.empty(rows, 4096, dtype=kind)
+            name = f"{str(kind)[6:]} {rows} rows"
+            found.append((f"sum_over_ranks {name}", functools.partial(peers.sum_over_ranks, part, box)))
+            both = functools.partial(
+                peers.sum_add_rms_norm, part, part.clone(), torch.empty(4096, dtype=kind), 1e-6, box
+            )
+            found.append((f"sum_add_rms_norm {name}", both))
+        if kind is f32:
+            best = functools.partial(
+                peers.best_over_ranks, wide[:8].view(4, 2), torch.zeros(4, 2, dtype=torch.int32), 8, box
+            )
+            found.append(("best_over_ranks", best))
     found.append(("softcap", lambda: activation.softcap(x, 30.0)))
     positions, slots = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     for heads, kv_heads, dim, rot, norm_dtype in [

@@ -42,6 +42,7 @@ class Kernels(NamedTuple):
     logsumexp: Callable[[torch.Tensor], torch.Tensor]
     ranking_keys: Callable[[torch.Tensor], torch.Tensor]
     forbid_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    look_up_part: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 REFERENCE = Kernels(
@@ -59,6 +60,7 @@ REFERENCE = Kernels(
     reference_sampling.logsumexp,
     reference_sampling.ranking_keys,
     reference_sampling.forbid_tokens,
+    reference.look_up_part,
 )
 
 
@@ -83,6 +85,7 @@ def _cpu(dtype: torch.dtype) -> Kernels:
         reference_sampling.logsumexp,
         reference_sampling.ranking_keys,
         reference_sampling.forbid_tokens,
+        reference.look_up_part,
     )
 
 
@@ -96,6 +99,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     activation: Any = importlib.import_module("octavo.kernels.triton.activation")
     sampling: Any = importlib.import_module("octavo.kernels.triton.sampling")
     logprobs: Any = importlib.import_module("octavo.kernels.triton.logprobs")
+    embedding: Any = importlib.import_module("octavo.kernels.triton.embedding")
     bitmask: Any = importlib.import_module("octavo.kernels.triton.bitmask")
 
     def rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
@@ -116,6 +120,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         logprobs.logsumexp,
         logprobs.ranking_keys,
         bitmask.forbid_tokens,
+        embedding.look_up_part,
     )
 
 
@@ -205,3 +210,8 @@ def ranking_keys(logits: torch.Tensor) -> torch.Tensor:
 def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     """See `reference_sampling.forbid_tokens`: `logits` is overwritten."""
     kernels_for(logits.device.type, logits.dtype).forbid_tokens(logits, rows, bits)
+
+
+def look_up_part(table: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
+    """See `reference.look_up_part`."""
+    return kernels_for(table.device.type, table.dtype).look_up_part(table, token_ids, first)

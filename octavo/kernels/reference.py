@@ -128,3 +128,19 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
         `x`.
     """
     return x.copy_((x.float() / cap).tanh_().mul_(cap))
+
+
+def look_up_part(table: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
+    """Vectors of tokens out of a part of an embedding's table; zeros of those that it does not have.
+
+    Args:
+        table: `[tokens, size]`, of the tokens from `first` on.
+        token_ids: integers `[rows]`, contiguous.
+        first: the table's first token.
+
+    Returns:
+        `[rows, size]`, a new tensor.
+    """
+    local = token_ids - first
+    here = (local >= 0) & (local < len(table))
+    return F.embedding(local.where(here, 0), table) * here.unsqueeze(-1)

@@ -62,10 +62,7 @@ class VocabEmbedding(Layer):
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return self.method.look_up(self, token_ids)
-        local = token_ids - self.first
-        mine = (local >= 0) & (local < self.rows)
-        vectors = self.method.look_up(self, local.where(mine, 0))
-        return self.group.all_reduce(vectors * mine.unsqueeze(-1))
+        return self.group.all_reduce(self.method.look_up_part(self, token_ids, self.first, self.rows))
 
 
 class LMHead(Layer):

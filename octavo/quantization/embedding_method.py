@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.kernels import ops
 from octavo.quantization.linear_method import LinearMethod, UnquantizedLinearMethod
 
 
@@ -20,6 +21,12 @@ class EmbeddingMethod(LinearMethod):
     @abstractmethod
     def look_up(self, layer: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix in the activations' dtype: integers `[…]` to `[…, in]`."""
+
+    def look_up_part(self, layer: nn.Module, token_ids: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+        """The same where the matrix has the tokens from `first` on, `rows` of them; zeros of others."""
+        local = token_ids - first
+        here = (local >= 0) & (local < rows)
+        return self.look_up(layer, local.where(here, 0)) * here.unsqueeze(-1)
 
     def finish_embedding(self, layer: nn.Module) -> None:  # noqa: B027 (optional hook)
         """What `process_after_load` is to a linear layer: repack a table that will be looked up."""
@@ -39,6 +46,9 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethod):
 
     def look_up(self, layer: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, layer.weight)  # type: ignore[arg-type]
+
+    def look_up_part(self, layer: nn.Module, token_ids: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+        return ops.look_up_part(layer.weight, token_ids, first)  # type: ignore[arg-type]
 
     def share(self, layer: nn.Module, source: nn.Module) -> None:
         layer.weight = source.weight

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import reference
-from octavo.kernels.triton import activation, norm, rotary_kv
+from octavo.kernels.triton import activation, embedding, norm, rotary_kv
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionMetadata, TorchAttention
 
@@ -44,6 +44,18 @@ def test_add_rms_norm(dtype: torch.dtype, bound: float) -> None:
     assert same is residual
     torch.testing.assert_close(residual, stream, rtol=bound, atol=bound)
     torch.testing.assert_close(got, want, rtol=2 * bound, atol=2 * bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_look_up_part(dtype: torch.dtype, ids: torch.dtype) -> None:
+    table = randn(20, 100, dtype=dtype)
+    tokens = torch.tensor([40, 39, 59, 60, 0, 45, 1000], dtype=ids, device=DEVICE)
+    got = embedding.look_up_part(table, tokens, 40)
+    assert torch.equal(got, reference.look_up_part(table, tokens, 40))
+    assert torch.equal(got[0], table[0]) and torch.equal(got[2], table[19]) and torch.equal(got[5], table[5])
+    assert not got[[1, 3, 4, 6]].any()
+    assert embedding.look_up_part(table, tokens[:0], 40).shape == (0, 100)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)

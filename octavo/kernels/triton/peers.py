@@ -29,6 +29,9 @@ from octavo.kernels.triton.sampling import MAX_PARTS, largest_in_parts
 
 __all__ = ["PeerBox", "best_over_ranks", "largest_in_parts", "sum_add_rms_norm", "sum_over_ranks"]
 
+FEW_ROWS = 32
+"""Rows up to which a program that waits looks at its whole row, to see it the moment it is there."""
+
 WORDS = (torch.int16, torch.int32)
 """What parts are sent as, by the size of their elements: 2 or 4 bytes."""
 
@@ -71,11 +74,16 @@ def _send(words, addresses_ptr, place, cols, mask, RANK: tl.constexpr, RANKS: tl
 
 
 @triton.jit
-def _take(box_ptr, place, cols, mask, EMPTY: tl.constexpr):
-    """Waits for all words of a place, and empties it."""
+def _take(box_ptr, place, cols, mask, EMPTY: tl.constexpr, LAST: tl.constexpr):
+    """Waits for all words of a place, and empties it. With LAST only that word is looked at between a first
+    look at all and its coming: many programs that read whole rows again and again would be in the way."""
     at = box_ptr + place + cols
     words = tl.load(at, mask=mask, other=0, volatile=True)
     while tl.max((words == EMPTY).to(tl.int32), axis=0) != 0:
+        if LAST > 0:
+            last = tl.load(box_ptr + place + LAST, volatile=True)
+            while last == EMPTY:
+                last = tl.load(box_ptr + place + LAST, volatile=True)
         words = tl.load(at, mask=mask, other=0, volatile=True)
     tl.debug_barrier()  # warps that hold the same words each wait for them by themselves
     tl.store(at, tl.full(words.shape, EMPTY, words.dtype), mask=mask)
@@ -92,7 +100,7 @@ def _sum_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, box_ptr, addresses_ptr, turns_ptr,
     x_stride, residual_stride, eps, rows,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    ROW_WORDS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    ROW_WORDS: tl.constexpr, NORM: tl.constexpr, MANY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program p: the sums of rows p, p + ROWS, …; with NORM each is added to the stream's row, and that is
     normalized."""
@@ -118,7 +126,7 @@ def _sum_kernel(
                 part = own
             else:
                 at = _place(turn, sender, place, RANKS, ROWS, ROW_WORDS)
-                part = _take(box_ptr, at, cols, mask, EMPTY)
+                part = _take(box_ptr, at, cols, mask, EMPTY, SIZE - 1 if MANY else 0)
             total += part.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         total = total.to(x_ptr.dtype.element_ty)
         if NORM:
@@ -168,7 +176,7 @@ def _best_kernel(
         if sender == RANK:
             words = own
         else:
-            words = _take(box_ptr, _place(turn, sender, row, RANKS, ROWS, ROW_WORDS), pair, both, EMPTY)
+            words = _take(box_ptr, _place(turn, sender, row, RANKS, ROWS, ROW_WORDS), pair, both, EMPTY, 0)
         theirs = tl.sum(tl.where(pair == 0, words, 0), axis=0).to(tl.float32, bitcast=True)
         where = tl.sum(tl.where(pair == 1, words, 0), axis=0)
         better = (theirs > best) | ((theirs == best) & (where < chosen))
@@ -205,7 +213,7 @@ def _launch_sum(
         (x, stream, x if weight is None else weight, out, box.words, box.addresses, box.turns),
         (x.stride(0), stream.stride(0)),
         (eps, rows),
-        (size, block, box.rank, box.ranks, box.rows, box.row_words, weight is not None),
+        (size, block, box.rank, box.ranks, box.rows, box.row_words, weight is not None, rows > FEW_ROWS),
         max(1, min(16, block // 512)),  # as the norm alone has, so that both add up in one order
     )
     return out
