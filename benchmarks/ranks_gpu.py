@@ -1,12 +1,13 @@
 """How long sums over two GPUs take inside a replayed graph, by rows and way; and whole engines on two GPUs.
 
     python benchmarks/ranks_gpu.py [--size 4096] [--json FILE]
-    python benchmarks/gpu.py --table benchmarks/ranks_rows.json [--rows tp2] [--json FILE]
+    python benchmarks/ranks_gpu.py --rows tp2,pp2 [--json FILE]
 
 The first prints microseconds of one sum, each rank's graph having 64 of them: NCCL's, the kernel over peer
 memory, either with the residual addition and the norm that follow; and the choice of a token among ranks.
 Expected on H200s: 8 KiB 3 to 5 µs (a kernel 1.1, writing to the other GPU and seeing it 2 to 3), 4 MiB 15
-(NVLink's 353 GB/s take 12); NCCL 10 to 15 and 50.
+(NVLink's 353 GB/s take 12); NCCL 10 to 15 and 50. With `--rows` whole engines are measured instead, by the
+commands of benchmarks/ranks_rows.json (as `benchmarks/gpu.py --table` does).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu
 import torch
 
 from octavo.parallel.process_group import choose_rank_device, join_ranks
@@ -98,6 +100,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", type=int, default=4096, help="elements of a row, bfloat16")
+    parser.add_argument("--rows", help="comma-separated beginnings of ids in benchmarks/ranks_rows.json")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if torch.cuda.device_count() < 2:
@@ -106,6 +109,10 @@ def main() -> int:
     # NVLink's multicast is not used, and stays off where it is not to be touched.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if args.rows is not None:
+        table = str(Path(__file__).parent / "ranks_rows.json")
+        gpu.main(["--table", table, "--rows", args.rows, *(["--json", str(args.json)] if args.json else [])])
+        return 0
     spawn = torch.multiprocessing.get_context("spawn")
     results = spawn.SimpleQueue()
     with tempfile.NamedTemporaryFile() as rendezvous:
