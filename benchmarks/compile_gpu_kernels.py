@@ -32,6 +32,7 @@ from octavo.kernels.triton import (
     bitmask,
     block_copy,
     cascade,
+    drafts,
     embedding,
     invariant_attention,
     invariant_linear,
@@ -203,6 +204,24 @@ def _invariant_case(
             )  # fmt: skip
 
     return call
+
+
+def _draft_kernels() -> None:
+    """Drafts of 4 requests judged, and the next ones prepared and written."""
+    longs, ints = torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
+    table, blocks = torch.zeros(5, 1024, dtype=torch.int32), torch.zeros(5, 64, dtype=torch.int32)
+    rows = (torch.zeros(24, dtype=torch.int32), torch.zeros(24, dtype=torch.int64))
+    tokens = torch.zeros(4, 6, dtype=torch.int32)
+    for stands in (None, torch.zeros(4, 5, dtype=torch.bool)):
+        drafts.judge_drafts(
+            longs, ints, longs, longs, rows[0], stands, table, longs, tokens, ints[:4], longs.clone()
+        )
+    drafts.place_rows(
+        longs, ints, longs, longs, longs, table, blocks, 1, 16, *rows, ints[:4], torch.zeros_like(blocks),
+        rows[1].clone(),
+    )  # fmt: skip
+    for ids in (None, torch.zeros(1024, dtype=torch.int64)):
+        drafts.append_drafts(longs, longs, longs, longs, ids, table, 2)
 
 
 def cases() -> list[tuple[str, Callable[[], Any]]]:
@@ -402,6 +421,7 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             shape = (torch.empty(70, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
             product = functools.partial(invariant_linear.invariant_linear, *shape, tile=tile)
             found.append((f"invariant_linear {str(dtype)[6:]} {tile.block_m} x {tile.block_n}", product))
+    found.append(("drafts", _draft_kernels))
     keys, temperature = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     wide_logits = torch.empty(4, 128256)
     found.append(("logsumexp", lambda: logprobs.logsumexp(wide_logits)))

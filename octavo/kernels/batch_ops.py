@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from octavo.kernels import reference_batch
+from octavo.kernels import reference_batch, reference_drafts
 
 
 class BatchKernels(NamedTuple):
@@ -30,3 +30,20 @@ def batch_kernels(device_type: str) -> BatchKernels:
     elif device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         module = importlib.import_module("octavo.kernels.triton.batch")
     return BatchKernels(module.gather_rows, module.map_blocks, module.append_tokens)
+
+
+class DraftKernels(NamedTuple):
+    """What recorded steps judge and prepare drafts with; see `octavo.kernels.reference_drafts`."""
+
+    judge_drafts: Callable[..., None]
+    place_rows: Callable[..., None]
+    append_drafts: Callable[..., None]
+
+
+@functools.cache
+def draft_kernels(device_type: str) -> DraftKernels:
+    """Triton's on a GPU. Elsewhere nothing is recorded, and they are the plain ones, for tests."""
+    module: Any = reference_drafts
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        module = importlib.import_module("octavo.kernels.triton.drafts")
+    return DraftKernels(module.judge_drafts, module.place_rows, module.append_drafts)

@@ -130,6 +130,10 @@ class Sampler:
         """Whether all rows take the likeliest token and report nothing else of it."""
         return not self._needs(slots)
 
+    def draws(self, slots: np.ndarray) -> bool:
+        """Whether some row takes another token than the likeliest by chance."""
+        return bool(self._needs(slots) & st.RANDOM)
+
     def reads_tokens(self, slots: np.ndarray) -> bool:
         """Whether some row's choice depends on more of the tokens before it than how many there are."""
         return bool(self._needs(slots) & (st.PENALTY | st.BAD_WORDS))

@@ -106,7 +106,8 @@ class Verifier:
         is_draft = column[:, :-1] < drafts_d[:, None]
         chosen = given = None
         if self._rates is not None:
-            chosen = self._by_chance(self._rates[:width], slots_device, position) & is_draft
+            self.sampler.state.flush()
+            chosen = self.by_chance(slots_device, position) & is_draft
             given = torch.nn.functional.pad(torch.where(chosen, drafted, -1), (0, 1), value=-1)
             given = given[request_d, offset_d]
         out = self.sampler(
@@ -125,11 +126,18 @@ class Verifier:
         num_tokens = 1 + stands.int().cumprod(-1).sum(-1)
         return VerifyOutput(tokens, num_tokens.int(), start, out.logprobs)
 
-    def _by_chance(
-        self, rates: torch.Tensor, slots_device: torch.Tensor, position: torch.Tensor
-    ) -> torch.Tensor:
-        """Which drafts (bool `[n, k]`, at `position`) are to stand if all before them do."""
-        state = self.sampler.state
-        state.flush()
-        seeds = state.table.view(torch.int64)[:, st.SEED].index_select(0, slots_device)
-        return judgement_uniforms(seeds[:, None], position) < rates
+    @property
+    def synthetic(self) -> bool:
+        """Whether chance judges."""
+        return self._rates is not None
+
+    def by_chance(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Which drafts (bool `[n, k]`) are to stand if all before them do, where chance judges.
+
+        Args:
+            slots: integer `[n]`, whose settings the device knows (`SamplingState.flush`).
+            position: int64 `[n, k]`, of each request's drafts in their order.
+        """
+        assert self._rates is not None
+        seeds = self.sampler.state.table.view(torch.int64)[:, st.SEED].index_select(0, slots)
+        return judgement_uniforms(seeds[:, None], position) < self._rates[: position.shape[1]]

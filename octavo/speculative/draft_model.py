@@ -18,7 +18,7 @@ from octavo.sampling.processors import upload
 from octavo.sampling.sampler import Sampler
 from octavo.speculative.confidence import Confidence, Drafted
 
-_NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
+NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))
 
 
 class DraftForward(Protocol):
@@ -38,13 +38,56 @@ class DraftForward(Protocol):
         """
 
 
+class RecordedDrafts(Protocol):
+    """Runs all of a draft by one launch, where that can be had."""
+
+    def draft(
+        self, slots: np.ndarray, counts: np.ndarray, known: torch.Tensor, updates: list[BlockUpdate]
+    ) -> bool:
+        """Draft token by token, and append the drafts; the last two known tokens may be new to the cache.
+
+        Args:
+            slots: int32 `[n]` on the host; counts: int32 `[n]`, drafts of each, at least 1.
+            known: int64 `[n]` on the device.
+            updates: of the draft's block tables.
+
+        Returns:
+            Whether it was done; else nothing was.
+        """
+
+    def draft_at_once(
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        known: torch.Tensor,
+        updates: list[BlockUpdate],
+        new: int,
+        cached: torch.Tensor,
+        mask: int,
+    ) -> bool:
+        """The same, all tokens in one pass behind mask tokens.
+
+        Args:
+            new: tokens that are new to the cache, of a request at most.
+            cached: int64 `[slots]` on the device, tokens of each slot that the cache holds; at the same
+                address each time.
+            mask: the mask token.
+        """
+
+
 class DraftModel:
     """Drafts for the requests of a step once its tokens are known on the device; the host waits for nothing.
 
     A request's first draft computes its whole text in the draft's cache. If the step before drafted too, a
     draft begins with the last two known tokens: the newest is new to it, and the one before if all drafts
     stood. Otherwise it begins where the draft's cache surely ends.
+
+    Attributes:
+        recorded: what makes drafts without thresholds, as far as it can; None: nothing does. Of what a
+            request asks for it minds the temperature alone: the rest is the verifier's.
     """
+
+    recorded: RecordedDrafts | None = None
 
     def __init__(
         self,
@@ -111,8 +154,10 @@ class DraftModel:
             if thresholds is not None:
                 self._confidence = Confidence(len(chosen), int(counts.max()), thresholds, known.device)
             self._catch_up(slots[chosen], most_known[chosen])
-            index = upload(chosen, known.device)
-            self._draft(slots[chosen], counts[chosen], most_known[chosen], known[index])
+            if len(chosen) < len(slots):
+                known = known[upload(chosen, known.device)]
+            if thresholds is not None or not self._draft_recorded(slots[chosen], counts[chosen], known):
+                self._draft(slots[chosen], counts[chosen], most_known[chosen], known)
             self._valid[slots[chosen]] = least_known[chosen]
         self._follows[slots] = counts > 0
         seen = self._confidence
@@ -130,6 +175,13 @@ class DraftModel:
             left, rows = left[rows > 0], rows[rows > 0]
             self._run(slots[left], rows, done[left], None, samples=False)
             done[left] += rows
+
+    def _draft_recorded(self, slots: np.ndarray, counts: np.ndarray, known: torch.Tensor) -> bool:
+        """Draft by what is recorded; whether that was possible."""
+        if self.recorded is None or not self.recorded.draft(slots, counts, known, self._updates):
+            return False
+        self._updates = [NO_UPDATE] * len(self._updates)
+        return True
 
     def _draft(
         self, slots: np.ndarray, counts: np.ndarray, most_known: np.ndarray, known: torch.Tensor
@@ -172,7 +224,7 @@ class DraftModel:
             self._forward.set_computed(*computed)
         self._steps += 1
         order = np.argsort(rows > 1, kind="stable")  # requests of one row come first
-        updates, self._updates = self._updates, [_NO_UPDATE] * len(self._updates)
+        updates, self._updates = self._updates, [NO_UPDATE] * len(self._updates)
         return self._forward(
             StepPlan(
                 step_id=self._steps,

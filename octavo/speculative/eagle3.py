@@ -69,12 +69,42 @@ class HeadForward(Protocol):
         """The next rows' hidden states `[m, hidden_size]`."""
 
 
+class RecordedDrafts(Protocol):
+    """Makes all of a draft by one launch, where that can be had."""
+
+    def draft(
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        known: torch.Tensor,
+        begin: np.ndarray,
+        made: torch.Tensor,
+    ) -> bool:
+        """Draft, and append the drafts.
+
+        Args:
+            slots: int32 `[n]` on the host; counts: int32 `[n]`, drafts of each, at least 1.
+            known: int64 `[n]` on the device.
+            begin: int64 `[n]` on the host, position of each one's first row in the head's cache.
+            made: `[n, hidden_size]`, what the head made of the rows before the newest tokens.
+
+        Returns:
+            Whether it was done; else nothing was.
+        """
+
+
 class Eagle3:
     """Follows the steps of the requests that it is told to, and drafts behind them; the host never waits.
 
     A request's rows in the head's cache begin where the head began to follow it, and have no gaps. What the
     head has there of its own drafts is overwritten by the rows of the step that judges them.
+
+    Attributes:
+        recorded: what makes drafts without thresholds, as far as it can; None: nothing does. Of what a
+            request asks for it minds the temperature alone: the rest is the verifier's.
     """
+
+    recorded: RecordedDrafts | None = None
 
     def __init__(
         self,
@@ -92,6 +122,13 @@ class Eagle3:
     def enter(self, slots: np.ndarray) -> None:
         """Slots (integer `[n]`) have changed hands, or their requests are followed no more."""
         self._begin[slots] = -1
+
+    def begin(self, slots: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Positions of the first rows of some requests (int64 `[n]`), which are followed from here on if they
+        were not: from `start`."""
+        new = self._begin[slots] < 0
+        self._begin[slots[new]] = start[new]
+        return self._begin[slots]
 
     def follow(
         self,
@@ -118,9 +155,7 @@ class Eagle3:
             Where drafts ended (`requests` are those of `step`), if there are thresholds.
         """
         device = self._table.device
-        new = self._begin[step.slots] < 0
-        self._begin[step.slots[new]] = step.start[new]
-        begin, ends = self._begin[step.slots], np.cumsum(step.rows, dtype=np.int64)
+        begin, ends = self.begin(step.slots, step.start), np.cumsum(step.rows, dtype=np.int64)
         slots_d = upload(step.slots.astype(np.int64), device)
         first_row = upload(ends - step.rows, device)
         begin_d = upload(begin, device)
@@ -148,6 +183,9 @@ class Eagle3:
         none = [BlockUpdate(*np.zeros((3, 0), np.int32)) for _ in updates]
         slots, slots_d, begin, begin_d = step.slots[drafting], slots_d[index], begin[drafting], begin_d[index]
         counts, tokens = counts[drafting], known  # until there are some
+        if thresholds is None and self.recorded is not None:
+            if self.recorded.draft(slots, counts, known, begin, made):
+                return None
         seen, places = None, np.arange(len(drafting))
         if thresholds is not None:
             seen = Confidence(len(drafting), int(counts.max()), thresholds, device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from octavo.sampling.processors import upload
-from octavo.speculative.draft_model import DraftModel
+from octavo.speculative.draft_model import NO_UPDATE, DraftModel
 
 
 class Pard(DraftModel):
@@ -31,6 +31,23 @@ class Pard(DraftModel):
         num_slots, device = len(self._table), self._table.device
         self._cached = torch.zeros(num_slots, dtype=torch.int64, device=device)  # known tokens in the cache
         self._host_sees = device.type == "cpu"  # what the device knows
+
+    def _draft_recorded(self, slots: np.ndarray, counts: np.ndarray, known: torch.Tensor) -> bool:
+        """See `DraftModel`."""
+        if self.recorded is None:
+            return False
+        follows, device = self._follows[slots], known.device
+        new = int(np.where(follows, self._judged + 1, 2).max())
+        others = np.flatnonzero(~follows)
+        if len(others):
+            self._cached[upload(slots[others].astype(np.int64), device)] = known[upload(others, device)] - 2
+        if not self.recorded.draft_at_once(
+            slots, counts, known, self._updates, new, self._cached, self._mask
+        ):
+            return False
+        self._updates = [NO_UPDATE] * len(self._updates)
+        self._cached[upload(slots.astype(np.int64), device)] = known
+        return True
 
     def _draft(
         self, slots: np.ndarray, counts: np.ndarray, most_known: np.ndarray, known: torch.Tensor

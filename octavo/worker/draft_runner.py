@@ -13,7 +13,9 @@ from octavo.messages import StepPlan
 from octavo.speculative.confidence import Drafted
 from octavo.speculative.draft_model import DraftModel
 from octavo.speculative.pard import Pard
+from octavo.worker.draft_graphs import DraftGraphs
 from octavo.worker.draft_loading import LoadedDraft
+from octavo.worker.draft_passes import DraftPasses
 from octavo.worker.draft_tables import DraftTables
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
@@ -53,7 +55,7 @@ class DraftRunner(DraftTables):
         inputs = self.batch.layout(plan)
         self.batch.fill(inputs)
         if wanted is None and self.recorded is not None and self.recorded.takes(plan, inputs):
-            return self._fit(self.recorded.run(inputs))
+            return self.fit(self.recorded.run(inputs))
         self._model.plan_attention(inputs.meta)
         narrowed, picked = inputs.wanted_rows, inputs.sample_rows
         if wanted is not None:
@@ -64,14 +66,7 @@ class DraftRunner(DraftTables):
             return None
         if inputs.meta[0].wanted_rows is None and picked is not None:
             hidden = hidden[picked]
-        return self._fit(self._model.compute_logits(hidden))
-
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of as many tokens as the target has: vocabularies are padded to different sizes."""
-        missing = self.vocab_size - logits.shape[1]
-        if missing <= 0:
-            return logits[:, : self.vocab_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return self.fit(self._model.compute_logits(hidden))
 
 
 class DraftModelDrafter:
@@ -108,9 +103,15 @@ class DraftModelDrafter:
 
 
 def attach_draft(
-    runner: ModelRunner, draft: LoadedDraft, num_blocks: int, most_drafts: int, **sizes: Any
+    runner: ModelRunner,
+    draft: LoadedDraft,
+    num_blocks: int,
+    most_drafts: int,
+    records_passes: bool = False,
+    **sizes: Any,
 ) -> DraftRunner:
-    """Let a loaded draft model draft after a runner's steps; `sizes` as `DraftRunner` takes them."""
+    """Let a loaded draft model draft after a runner's steps, by recorded passes or eagerly; `sizes` as
+    `DraftRunner` takes them."""
     mask = draft.mask_token
     if mask is not None:  # a request's pass, up to as many rows for new tokens as for masks, is never cut
         sizes["max_rows"] = max(sizes["max_rows"], 2 * most_drafts)
@@ -118,5 +119,9 @@ def attach_draft(
     append = batch_kernels(runner.device.type).append_tokens
     parts = (forward, runner.verifier.sampler, runner.batch.token_table, append)
     drafter = DraftModel(*parts) if mask is None else Pard(*parts, mask_token=mask)
+    if records_passes:
+        assert runner.graphs is not None
+        passes = DraftPasses(forward, runner.verifier.sampler, runner.graphs.recorder)
+        drafter.recorded = DraftGraphs(draft.model, forward, passes)
     runner.draft = DraftModelDrafter(drafter)
     return forward

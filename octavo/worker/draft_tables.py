@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
+
 from octavo.kv.format import KVGroup
+from octavo.messages import BlockUpdate, StepPlan
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.model_runner import ModelRunner
@@ -40,3 +44,16 @@ class DraftTables:
         self.batch.token_table = runner.batch.token_table
         self.kv_caches = allocate_caches(groups, num_blocks, runner.device)
         self.vocab_size = runner.vocab_size
+
+    def enter_blocks(self, updates: list[BlockUpdate]) -> None:
+        """Enter new blocks into the tables."""
+        if any(len(update.slots) for update in updates):
+            none = np.zeros(0, np.int32)
+            self.batch.apply(StepPlan(0, [], updates, none, none, none, none.astype(bool)))
+
+    def fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of as many tokens as the target has: vocabularies are padded to different sizes."""
+        missing = self.vocab_size - logits.shape[1]
+        if missing <= 0:
+            return logits[:, : self.vocab_size]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

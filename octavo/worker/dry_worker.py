@@ -71,4 +71,4 @@ class _DryGraphs(DecodeGraphs):
         return super().run(inputs)
 
     def _record(self, inputs: StepInputs) -> Recorded:
-        return None, inputs.token_ids, inputs.token_ids, ()
+        return Recorded(None, inputs.token_ids, inputs.token_ids, self._model.aux_states)

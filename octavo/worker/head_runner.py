@@ -9,12 +9,14 @@ import torch
 
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan
+from octavo.messages import DraftOrder, StepPlan
 from octavo.models.eagle3 import Eagle3Head
 from octavo.sampling.processors import upload
 from octavo.speculative.confidence import Drafted
 from octavo.speculative.eagle3 import Eagle3, FollowedRows
+from octavo.worker.draft_passes import DraftPasses
 from octavo.worker.draft_tables import DraftTables
+from octavo.worker.head_graphs import HeadGraphs
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
 
@@ -70,8 +72,8 @@ class HeadDrafter:
 
     every_step = True
 
-    def __init__(self, head: Eagle3, runner: ModelRunner):
-        self._head, self._model = head, runner.model
+    def __init__(self, head: Eagle3, runner: ModelRunner, graphs: HeadGraphs | None = None):
+        self._head, self._model, self._graphs = head, runner.model, graphs
 
     def enter(self, slots: np.ndarray) -> None:
         """See `StepDrafter`."""
@@ -86,6 +88,10 @@ class HeadDrafter:
             self._head.enter(plan.slots)
             return None
         self._head.enter(plan.slots[~order.follows])
+        if self._graphs is not None and self._takes(plan, inputs, order):
+            begin = self._head.begin(plan.slots, plan.start.astype(np.int64))
+            self._graphs.follow_and_draft(plan.slots, order, inputs, self._model.aux_states, begin, known)
+            return None
         chosen, total, device = np.flatnonzero(order.follows), plan.total_rows, inputs.positions.device
         states, positions = [s[:total] for s in self._model.aux_states], inputs.positions[:total]
         if len(chosen) < len(plan.slots):
@@ -123,13 +129,30 @@ class HeadDrafter:
             drafted.requests = chosen[drafted.requests]
         return drafted
 
+    @staticmethod
+    def _takes(plan: StepPlan, inputs: StepInputs, order: DraftOrder) -> bool:
+        """Whether a step's rows can be taken in by a recorded pass."""
+        every = order.follows is not None and order.follows.all() and plan.samples.all()
+        return inputs.padding is not None and bool(every) and order.thresholds is None
+
 
 def attach_head(
-    runner: ModelRunner, head: Any, groups: list[KVGroup], num_blocks: int, **sizes: Any
+    runner: ModelRunner,
+    head: Any,
+    groups: list[KVGroup],
+    num_blocks: int,
+    records_passes: bool = False,
+    **sizes: int,
 ) -> HeadRunner:
-    """Let a loaded head draft after a runner's steps; `sizes` as `HeadRunner` takes them."""
+    """Let a loaded head draft after a runner's steps, by recorded passes or eagerly; `sizes` as `HeadRunner`
+    takes them."""
     forward = HeadRunner(head, groups, num_blocks, runner, **sizes)
     append = batch_kernels(runner.device.type).append_tokens
     eagle = Eagle3(forward, runner.verifier.sampler, runner.batch.token_table, append)
-    runner.draft = HeadDrafter(eagle, runner)
+    graphs = None
+    if records_passes:
+        assert runner.graphs is not None
+        passes = DraftPasses(forward, runner.verifier.sampler, runner.graphs.recorder)
+        graphs = eagle.recorded = HeadGraphs(head, forward, passes, runner.verdicts)
+    runner.draft = HeadDrafter(eagle, runner, graphs)
     return forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,19 @@ from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.layers.attention import LONG_PROMPT, AttentionMetadata, pays_to_share
 from octavo.messages import StepPlan
+
+
+class Padding(NamedTuple):
+    """What a step is padded to.
+
+    Attributes:
+        requests, rows: of the padded step.
+        most: rows of a request, at most.
+    """
+
+    requests: int
+    rows: int
+    most: int
 
 
 @dataclass
@@ -31,6 +45,8 @@ class StepInputs:
         sample_rows: int64 `[num_sample_rows]`, these rows (each one's last), or None if they are the first in
             order.
         num_drafts: host, int32 `[m]`, drafts of the requests that sample; None: nobody's.
+        drafts: int64 `[n]`, drafts of each request that the step judges.
+        padding: what the step is padded to; None: it isn't.
         stream: on a later pipeline stage, the residual stream as it left the one before, `[rows,
             hidden_size]`; None: the rows are tokens.
         wanted_rows: the rows whose hidden states are read where only sampling reads them: `sample_rows`, or
@@ -53,6 +69,8 @@ class StepInputs:
     num_sample_rows: int
     sample_rows: torch.Tensor | None
     num_drafts: np.ndarray | None
+    drafts: torch.Tensor
+    padding: Padding | None
     wanted_rows: torch.Tensor | None
     stream: torch.Tensor | None = None
 
@@ -67,13 +85,13 @@ class _Layout:
     """Which request has which rows: all of a step's inputs that do not change while it decodes.
 
     Attributes:
-        key: the padded size and bytes of the plan's arrays that it was made from.
+        key: the padding and bytes of the plan's arrays that it was made from.
         inputs: the step's inputs, views of the batch's buffers that each step fills anew.
         sampling: int64 `[m]` of the requests that sample, None where all do.
         drafts: int64 `[m]`, their drafts, None where nobody has any.
     """
 
-    key: tuple[int, bytes]
+    key: tuple[Padding | None, bytes]
     inputs: StepInputs
     sampling: torch.Tensor | None
     drafts: torch.Tensor | None
@@ -113,6 +131,7 @@ class InputBatch:
         """
         self.device = device
         self.max_model_len = max_model_len
+        self.max_rows = max_rows
         self.block_size = groups[0].format.block_size
         self._kernels = batch_kernels(device.type)
         columns = -(-max_model_len // self.block_size)
@@ -132,6 +151,7 @@ class InputBatch:
         self._append_slots = _zeros((max_num_seqs,), torch.int64, device)
         self._starts = _zeros((max_num_seqs + 1,), torch.int32, device)
         self._ends = _zeros((max_num_seqs,), torch.int64, device)
+        self._drafts = _zeros((max_num_seqs,), torch.int64, device)
         self._seq_lens = _zeros((max_num_seqs,), torch.int32, device)
         self._layout: _Layout | None = None
         self._cascades = cascades if any(cascades) else ()
@@ -187,20 +207,18 @@ class InputBatch:
         d_places, d_tokens = self._send(places, plan.draft_tokens)
         self.token_table.view(-1)[d_places] = d_tokens.int()
 
-    def layout(self, plan: StepPlan, size: int | None = None) -> StepInputs:
+    def layout(self, plan: StepPlan, padding: Padding | None = None) -> StepInputs:
         """The step's inputs, not yet filled: views of the batch's buffers, which the next step reuses.
 
         Args:
             plan: the step.
-            size: requests (and rows) to pad a step of one row per request to; None: no padding.
+            padding: what to pad it to; None: nothing.
         """
-        n = len(plan.slots)
-        size = size or n
-        key = (size, plan.slots.tobytes() + plan.num_rows.tobytes() + plan.samples.tobytes())
+        key = (padding, plan.slots.tobytes() + plan.num_rows.tobytes() + plan.samples.tobytes())
         if plan.num_drafts is not None:
-            key = (size, key[1] + plan.num_drafts.tobytes())
+            key = (padding, key[1] + plan.num_drafts.tobytes())
         if self._layout is None or self._layout.key != key:
-            self._layout = self._make_layout(plan, size, key)
+            self._layout = self._make_layout(plan, key)
         inputs = self._layout.inputs
         inputs.max_seq_len = int((plan.start + plan.num_rows).max())
         prompts = _long_prompts(plan) if inputs.meta[0].max_query_len >= LONG_PROMPT else ()
@@ -304,8 +322,10 @@ class InputBatch:
         )
         return ends if layout is None or layout.drafts is None else ends - layout.drafts
 
-    def _make_layout(self, plan: StepPlan, size: int, key: tuple[int, bytes]) -> _Layout:
-        n, rows = len(plan.slots), plan.total_rows
+    def _make_layout(self, plan: StepPlan, key: tuple[Padding | None, bytes]) -> _Layout:
+        n, rows, most = len(plan.slots), plan.total_rows, int(plan.num_rows.max())
+        padded = key[0] or Padding(n, rows, most)
+        size, total = padded.requests, padded.rows
         padding = size - n
         starts = np.concatenate(([0], np.cumsum(plan.num_rows, dtype=np.int64), np.full(padding, rows)))
         sample_requests = np.flatnonzero(plan.samples)
@@ -319,7 +339,8 @@ class InputBatch:
             counts = drafts.astype(np.int64)
             last = np.repeat(ends - np.cumsum(counts + 1), counts + 1)
             last += np.arange(len(last))
-        slots_d, append_d, starts_d, sampling_d, last_d, drafts_d = self._send(
+        judged = np.zeros(n, np.int64) if plan.num_drafts is None else plan.num_drafts
+        slots_d, append_d, starts_d, sampling_d, last_d, drafts_d, judged_d = self._send(
             slots,
             slots
             if everyone
@@ -328,11 +349,12 @@ class InputBatch:
             sample_requests,
             last,
             counts,
+            np.append(judged, np.zeros(padding, np.int64)),
         )
+        self._drafts[:size].copy_(judged_d)
         self._slots[:size].copy_(slots_d)
         self._append_slots[:size].copy_(append_d)
         self._starts[: size + 1].copy_(starts_d)
-        total = rows + padding
         for mapping in self._slot_mappings:
             mapping[rows:total].fill_(-1)
         slots_view, seq_lens = self._slots[:size], self._seq_lens[:size]
@@ -347,9 +369,9 @@ class InputBatch:
                     slot_mapping=mapping[:total],
                     num_requests=size,
                     num_rows=total,
-                    max_query_len=int(plan.num_rows.max()),
+                    max_query_len=padded.most,
                     max_seq_len=0,
-                    num_decodes=int((plan.num_rows == 1).sum()) if total > size else size,
+                    num_decodes=size if padded.most == 1 else self._num_decodes(plan, key[0]),
                     shared_len=self._shared_len,
                 )
                 for block_rows, mapping in zip(self._block_rows, self._slot_mappings, strict=True)
@@ -364,10 +386,17 @@ class InputBatch:
             num_sample_rows=len(last),
             sample_rows=None if rows == len(last) else last_d,
             num_drafts=drafts,
+            drafts=self._drafts[:size],
+            padding=key[0],
             wanted_rows=None if rows in (n, len(last)) else last_d if len(last) else starts_d[1:2] - 1,
             stream=None if self.stream is None else self.stream[:total],
         )
         return _Layout(key, inputs, None if everyone else sampling_d, None if drafts is None else drafts_d)
+
+    @staticmethod
+    def _num_decodes(plan: StepPlan, padding: Padding | None) -> int:
+        """See `AttentionMetadata`. A padded step's launches serve others, which have other rows."""
+        return int((plan.num_rows == 1).sum()) if padding is None else 0
 
     def _send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Integer arrays to the device as int64, in one transfer that nobody waits for."""

@@ -24,6 +24,7 @@ from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.stage_link import StageLink
 from octavo.worker.transfer import TokenTransfer, wait_for
+from octavo.worker.verdicts import Verdicts
 
 
 class StepDrafter(Protocol):
@@ -88,8 +89,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
+            self.verdicts = Verdicts(self.batch, self.verifier, self.graphs.recorder, max_drafts)
         self.recorded = RecordedSteps(model, kv_caches) if records else None
-        self._transfer = TokenTransfer(max_num_seqs * (1 + max_drafts), device)
+        self._transfer = TokenTransfer(max_num_seqs * (2 + max_drafts), device)
         self.draft: StepDrafter | None = None
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
@@ -111,18 +113,21 @@ class ModelRunner:
             self.sampling.add(admission)
         if self.draft is not None:
             self.draft.enter(np.array([a.slot for a in plan.admissions], np.int64))
-        graph_size = self.graphs.size_for(plan) if self.graphs is not None else None
-        inputs = self.batch.layout(plan, graph_size)
+        padding = self.graphs.padding_for(plan) if self.graphs is not None else None
+        inputs = self.batch.layout(plan, padding)
         hidden: torch.Tensor | None = None
         logits: torch.Tensor | None
         timer: DeviceTimer | None = None
-        if self.graphs is not None and graph_size is not None:
+        if self.graphs is not None and padding is not None:
             timer = self._receive()
             rows, greedy = self.graphs.run(inputs)
             if len(inputs.sample_requests) == inputs.num_requests and self.verifier.sampler.is_greedy(
                 plan.slots
             ):
-                chosen = VerifyOutput(greedy[: inputs.num_requests], None, None, None)
+                if padding.most == 1 and self.draft is None:
+                    chosen = VerifyOutput(greedy[: inputs.num_requests], None, None, None)
+                else:
+                    chosen = self.verdicts.judge(inputs, greedy)
                 launched = LaunchedStep(plan, inputs.sample_requests, chosen, None, self._transfer)
                 self._pass_on(chosen, launched, timer)
                 self._draft_after(plan, inputs, chosen, launched)
@@ -188,7 +193,10 @@ class ModelRunner:
         known = num_tokens = None
         if sampled is not None:
             num_tokens = sampled.num_tokens
-            known = self.batch.sample_ends(inputs) + (1 if num_tokens is None else num_tokens)
+            if inputs.padding is not None and len(inputs.sample_requests) == inputs.num_requests:
+                known = self.verdicts.known[: inputs.num_requests]
+            else:
+                known = self.batch.sample_ends(inputs) + (1 if num_tokens is None else num_tokens)
         timer = DeviceTimer(self.device)
         launched.take_drafted(self.draft.after_step(plan, inputs, known, num_tokens))
         launched.drafting = timer.stop() if plan.propose is not None else None
@@ -231,6 +239,8 @@ class ModelRunner:
             self.batch.append(inputs, ends, output.tokens)
         else:
             self.batch.append_judged(inputs, ends, output.tokens, output.num_tokens)
+        if self.draft is not None and inputs.padding is not None and len(ends) == inputs.num_requests:
+            self.verdicts.settle(inputs, output)
         return output
 
     def _row_masks(self, inputs: StepInputs, masks: TokenMasks) -> RowMasks:
@@ -328,13 +338,11 @@ class LaunchedStep:
         prompt = self._prompt
         self._logprobs = sampled.logprobs if sampled is not None else None
         self._row_start = sampled.row_start if sampled is not None else None
-        self._num_tokens = self._logprob_data = self._prompt_data = None
-        self._tokens, self._event = self._transfer.start(None if sampled is None else sampled.tokens)
-        if sampled is not None:
-            if sampled.num_tokens is not None:
-                self._num_tokens = _to_host(sampled.num_tokens)
-            if sampled.logprobs is not None:
-                self._logprob_data = _to_host(sampled.logprobs.data)
+        self._logprob_data = self._prompt_data = None
+        given = (None, None) if sampled is None else (sampled.tokens, sampled.num_tokens)
+        (self._tokens, self._num_tokens), self._event = self._transfer.start(*given)
+        if sampled is not None and sampled.logprobs is not None:
+            self._logprob_data = _to_host(sampled.logprobs.data)
         if prompt is not None and prompt.packed is not None:
             self._prompt_data = _to_host(prompt.packed.data)
         if self._event is not None:

@@ -62,9 +62,9 @@ class StageRunner:
         return PassedStep(plan, timer, self.device)
 
     def _run(self, plan: StepPlan) -> DeviceTimer:
-        size = self.graphs.size_for(plan) if self.graphs is not None else None
-        inputs = self.batch.layout(plan, size)
-        if self.graphs is not None and size is not None:
+        padding = self.graphs.padding_for(plan) if self.graphs is not None else None
+        inputs = self.batch.layout(plan, padding)
+        if self.graphs is not None and padding is not None:
             timer = self.link.receive()
             stream, _ = self.graphs.run(inputs)
         else:

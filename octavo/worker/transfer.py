@@ -32,21 +32,23 @@ class TokenTransfer:
     Invariant: a step's memory is reused only `_STEPS` steps later, when it has been read long since.
     """
 
-    def __init__(self, max_tokens: int, device: torch.device):
+    def __init__(self, max_numbers: int, device: torch.device):
         self._on_device = device.type == "cuda"
         self._buffers = [
-            torch.empty(max_tokens, dtype=torch.int32, pin_memory=self._on_device) for _ in range(_STEPS)
+            torch.empty(max_numbers, dtype=torch.int32, pin_memory=self._on_device) for _ in range(_STEPS)
         ]
         self._events: list[Any] = [torch.cuda.Event() if self._on_device else None for _ in range(_STEPS)]
         self._turn = 0
 
-    def start(self, tokens: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
-        """Begin to copy `tokens` (int32, few); their place on the host, and the event that says it is filled
-        (None on a CPU)."""
+    def start(self, *tensors: torch.Tensor | None) -> tuple[list[torch.Tensor | None], Any]:
+        """Begin to copy some tensors (int32, few; None: none); their places on the host, and the event that
+        says that these are filled (None on a CPU), to be recorded by the caller."""
         self._turn = (self._turn + 1) % _STEPS
-        event = self._events[self._turn]
-        host = None
-        if tokens is not None:
-            flat = self._buffers[self._turn][: tokens.numel()]
-            host = flat.view(tokens.shape).copy_(tokens, non_blocking=True)
-        return host, event
+        left, places = self._buffers[self._turn], list[torch.Tensor | None]()
+        for tensor in tensors:
+            place = None
+            if tensor is not None:
+                flat, left = left[: tensor.numel()], left[tensor.numel() :]
+                place = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
+            places.append(place)
+        return places, self._events[self._turn]

@@ -449,6 +449,7 @@ class Worker:
         assert isinstance(self.runner, ModelRunner)
         requests, rows = self.config.max_num_seqs, self.max_num_batched_tokens
         sizes: dict[str, Any] = dict(max_num_seqs=requests, max_model_len=length, max_rows=rows)
+        sizes["records_passes"] = self.runner.graphs is not None and self._recordable(draft.model, "drafts")
         if isinstance(draft.model, Eagle3Head):
             return attach_head(self.runner, draft.model, draft.groups, blocks, **sizes)
         assert self.config.speculative is not None
@@ -529,9 +530,12 @@ class Worker:
     def _uses_graphs(self) -> bool:
         if self.device.type != "cuda" or self.config.enforce_eager:
             return False
-        reason = self.model.why_no_graphs(DTYPES[self.dtype], self.device)
+        return self._recordable(self.model, "decode steps")
+
+    def _recordable(self, model: CausalLM, what: str) -> bool:
+        reason = model.why_no_graphs(DTYPES[self.dtype], self.device)
         if reason is not None:
-            logger.info("decode steps run eagerly: %s", reason)
+            logger.info("%s run eagerly: %s", what, reason)
         return reason is None
 
     def _profile(self, length: int) -> int:

@@ -17,7 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.engine import head_drafting
 from octavo.errors import OctavoError
 from octavo.models.eagle3_config import eagle3_config
-from octavo.speculative.eagle3 import Eagle3
+from octavo.worker.head_runner import HeadDrafter
 from tests import tiny
 from tests.engine.test_llm_parity import GREEDY, expected, generate, make
 from tests.engine.test_speculative_parity import PARAMS
@@ -41,17 +41,19 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seen: list[tuple[list[int], int, list[int]]] = []
-        follow = Eagle3.follow
+        after_step = HeadDrafter.after_step
 
-        def watched(eagle: Eagle3, step: Any, counts: np.ndarray, most: Any, known: torch.Tensor, *rest: Any):
-            follow(eagle, step, counts, most, known, *rest)
-            chosen = np.flatnonzero(counts)
-            for i, length in zip(chosen.tolist(), known.tolist(), strict=True):
-                row = eagle._table[int(step.slots[i])].tolist()
-                begin = int(eagle._begin[step.slots[i]])
+        def watched(drafter: HeadDrafter, plan: Any, inputs: Any, known: Any, num_tokens: Any) -> Any:
+            drafted = after_step(drafter, plan, inputs, known, num_tokens)
+            counts = np.zeros(0) if plan.propose is None else plan.propose.counts
+            for i in np.flatnonzero(counts).tolist():
+                length = int(known[int(np.searchsorted(inputs.sample_requests, i))])
+                row = drafter._head._table[int(plan.slots[i])].tolist()
+                begin = int(drafter._head._begin[plan.slots[i]])
                 self.seen.append((row[:length], begin, row[length : length + int(counts[i])]))
+            return drafted
 
-        monkeypatch.setattr(Eagle3, "follow", watched)
+        monkeypatch.setattr(HeadDrafter, "after_step", watched)
 
     def check(self, head: str, variant: str, trained: bool = False, every: int = 1) -> None:
         """Every so many-th of the drafts is what the plain implementation drafts."""

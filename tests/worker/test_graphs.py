@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
 from octavo.layers import attention
 from octavo.layers.attention import TorchAttention
-from octavo.models.interface import CausalLM
-from octavo.worker import model_runner, worker
-from octavo.worker.graphs import DecodeGraphs, Recorded, graph_sizes
+from octavo.worker.graphs import DecodeGraphs, graph_sizes
 from octavo.worker.input_batch import StepInputs
 from tests import tiny
 from tests.engine.test_eagle3 import Watch, drafted
 from tests.parallel.thread_executor import thread_ranks  # noqa: F401 (a fixture)
+from tests.worker.pretended_graphs import Recordings, pretend_graphs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 
 
-@dataclass
-class Replay:
-    """What a graph does: the recorded computation again, on the same buffers."""
-
-    graphs: Any
-    inputs: StepInputs
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    states: list[torch.Tensor]
-
-    def replay(self) -> None:
-        for meta in self.inputs.meta:  # a graph keeps the bounds that it was recorded with
-            meta.max_seq_len, meta.plan = self.graphs._max_model_len, None
-        model = self.graphs._model
-        given = model.aux_states  # a replay runs no Python: where states lie the graph's owner knows
-        logits, tokens = self.graphs._forward(self.inputs)
-        for state, computed in zip(self.states, model.aux_states, strict=True):
-            state.copy_(computed)
-        model.aux_states = given
-        self.logits.copy_(logits)
-        self.tokens.copy_(tokens)
-
-
 @pytest.fixture
-def replayed(monkeypatch) -> list[int]:
-    """The engine thinks it has graphs; the sizes that were recorded."""
-    sizes: list[int] = []
-
-    def record(self: DecodeGraphs, inputs: StepInputs) -> Recorded:
-        sizes.append(len(inputs.slots))
-        # Of this rank's tokens, where there are several ranks.
-        logits = torch.full((len(inputs.slots), self._model.lm_head.rows), float("nan"))
-        tokens = torch.full((len(inputs.slots),), -1, dtype=torch.int32)
-        states = [torch.full_like(state, float("nan")) for state in self._model.aux_states]
-        return Replay(self, inputs, logits, tokens, states), logits, tokens, states
-
-    monkeypatch.setattr(DecodeGraphs, "_record", record)
-    monkeypatch.setattr(CausalLM, "prepare_replay", lambda self, meta: None)
-
-    class Graphed(model_runner.ModelRunner):
-        def __init__(self, *args: Any, **settings: Any):
-            super().__init__(*args, **(settings | {"use_graphs": True}))
-
-    monkeypatch.setattr(worker, "ModelRunner", Graphed)
-    return sizes
+def replayed(monkeypatch) -> Recordings:
+    """The engine thinks it has graphs; what was recorded."""
+    return pretend_graphs(monkeypatch)
 
 
 def test_sizes_are_few_and_end_at_the_most_requests():
@@ -99,8 +54,8 @@ def test_padded_steps_change_nothing(replayed, overlap, variant, backend):
             0
         ]
         assert scored.outputs[0].token_ids == tiny.greedy(variant, 0)
-    assert set(replayed) == {1, 2, 4, 8, 16}
-    assert len(replayed) == 5  # each recorded once, then replayed
+    assert set(replayed.sizes) == {1, 2, 4, 8, 16}
+    assert len(replayed.sizes) == 5  # each recorded once, then replayed
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "gemma3"])
@@ -116,7 +71,7 @@ def test_ranks_choose_the_likeliest_token_of_parts_of_the_logits(replayed, varia
         outputs = llm.generate(tiny.PROMPTS, params, use_tqdm=False)
     for i in range(2):
         assert outputs[i].outputs[0].token_ids == tiny.greedy(variant, i)
-    assert {2, 4} <= set(replayed)
+    assert {2, 4} <= set(replayed.sizes)
     with LLM(
         str(tiny.checkpoint(variant)), dtype="float32", device="cpu", num_threads=1, skip_tokenizer_init=True,
         max_model_len=tiny.CONTEXT, kv_cache_memory_bytes=8 << 20,
@@ -141,7 +96,7 @@ def test_steps_that_share_blocks_have_graphs_of_their_own(replayed, monkeypatch)
         assert meta.shared_blocks * 8 < meta.seq_lens[: inputs.num_requests].min()
         if meta.shared_blocks:
             assert int(meta.shared_len) == meta.shared_blocks * 8
-        steps.append((inputs.num_requests, meta.shared_blocks, len(replayed)))
+        steps.append((inputs.num_requests, meta.shared_blocks, len(replayed.sizes)))
         return result
 
     monkeypatch.setattr(DecodeGraphs, "run", spy)
@@ -166,7 +121,7 @@ def test_steps_that_share_blocks_have_graphs_of_their_own(replayed, monkeypatch)
                 (5, 4), (4, 4), (3, 5), (2, 0), (1, 0),
             ]  # fmt: skip
             # Sizes 8 and 4 where blocks are shared (twice the same graph of 4), 2 and 1 where not.
-            assert replayed == [8, 4, 2, 1]
+            assert replayed.sizes == [8, 4, 2, 1]
     assert tokens[False] == tokens[True]
 
 
@@ -177,7 +132,9 @@ def test_a_head_reads_the_hidden_states_of_replayed_steps(replayed, monkeypatch)
     with drafted("llama", "speculators", max_num_seqs=4) as llm:
         for first in (10, 20, 30):
             llm.generate([[first], [first + 1], [first + 2]], params, use_tqdm=False)
-    assert replayed.count(4) == 1  # three requests, padded: recorded once
+    assert len(set(replayed.steps)) == len(replayed.steps)  # three requests, padded: recorded once
+    assert {padding.requests for padding in replayed.steps} == {4}
+    assert max(padding.most for padding in replayed.steps) == 5
     assert {len(tokens) for tokens, _, _ in watch.seen} >= {2, 4}
     assert len({tokens[0] for tokens, _, _ in watch.seen}) == 9
     watch.check("speculators", "llama")

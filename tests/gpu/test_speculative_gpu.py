@@ -1,0 +1,155 @@
+"""Speculative decoding by CUDA graphs: in float32 no method changes a token, whatever the engine does beside,
+and as many drafts stand as of those that are made eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from tests import tiny
+from tests.engine.speculative_methods import METHODS, check_drafted, config
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from octavo.worker.graph_recorder import GraphRecorder  # noqa: E402
+from octavo.worker.graphs import DecodeGraphs  # noqa: E402
+from tests.kernels.draft_cases import check_append, check_judge, check_place  # noqa: E402
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
+WORKER = ["draft_model", "pard", "eagle3"]
+
+
+def make(method: str | None, most: int = 4, **settings: Any) -> LLM:
+    values = dict(
+        model=str(tiny.checkpoint("llama")), device="cuda", dtype="float32", max_model_len=tiny.CONTEXT,
+        skip_tokenizer_init=True, check_invariants=True, max_num_seqs=16, kv_cache_memory_bytes=64 << 20,
+        max_num_batched_tokens=256,
+    ) | settings  # fmt: skip
+    if method is not None:
+        fields = {} if "adaptive" not in values else {"adaptive": values.pop("adaptive")}
+        values["speculative_config"] = config(method, most, **fields)
+    return LLM(**values)
+
+
+def generate(llm: LLM, params: SamplingParams | list[SamplingParams] = GREEDY) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(tiny.PROMPTS, params, use_tqdm=False)]
+
+
+def expected() -> list[list[int]]:
+    return [tiny.greedy("llama", i) for i in range(len(tiny.PROMPTS))]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Paddings of steps that were replayed, and keys of drafting that was."""
+    found: list[Any] = []
+    run, work = DecodeGraphs.run, GraphRecorder.run
+
+    def run_step(self: DecodeGraphs, inputs: Any) -> Any:
+        if (inputs.padding, False) in self._graphs:
+            found.append(inputs.padding)
+        return run(self, inputs)
+
+    def run_work(self: GraphRecorder, key: Any, do: Any) -> None:
+        if key in self._works:
+            found.append(key)
+        work(self, key, do)
+
+    monkeypatch.setattr(DecodeGraphs, "run", run_step)
+    monkeypatch.setattr(GraphRecorder, "run", run_work)
+    return found
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("drafts", [[1], [5], [0, 4, 1, 2, 4], [24, 3]])
+def test_judging(drafts: list[int], given: bool):
+    from octavo.kernels.triton import drafts as kernels
+
+    check_judge(kernels, drafts, given, "cuda")
+
+
+def test_placing_and_appending():
+    from octavo.kernels.triton import drafts as kernels
+
+    for counts in ([1, 1, 1], [2, 2], [6], [3, 0, 5, 1]):
+        check_place(kernels, counts, 16, 3, "cuda")
+    for mapped in (False, True):
+        check_append(kernels, 2, mapped, "cuda")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_tokens_are_those_of_plain_decoding(method: str, replays: list[Any]):
+    with make(method) as llm:
+        for _ in range(3):
+            assert generate(llm) == expected()
+        check_drafted(llm)
+    assert any(key.most > 1 for key in replays if hasattr(key, "most"))
+    assert any(isinstance(key, tuple) and isinstance(key[0], str) for key in replays) == (method in WORKER)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("method", WORKER)
+def test_as_many_drafts_stand_as_of_those_made_eagerly(method: str, draws: bool):
+    params = [
+        GREEDY.clone(temperature=0.8 * draws, seed=5 + i, max_tokens=40) for i in range(len(tiny.PROMPTS))
+    ]
+    found = []
+    for eager in (False, True):
+        with make(method, enforce_eager=eager) as llm:
+            tokens = [generate(llm, params) for _ in range(2)]
+            stats = llm.stats()
+        found.append((tokens, stats.spec_drafts, stats.spec_accepted_per_pos))
+    assert found[0] == found[1]
+    assert sum(found[0][2]) > 0
+    with make(None) as llm:
+        assert [generate(llm, params) for _ in range(2)] == found[0][0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(max_num_batched_tokens=7),
+        dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        dict(adaptive=True),
+        dict(async_scheduling=False),
+    ],
+)
+@pytest.mark.parametrize("method", WORKER)
+def test_whatever_the_engine_does_beside(method: str, settings: dict[str, Any]):
+    with make(method, **settings) as llm:
+        for _ in range(2):
+            assert generate(llm) == expected()
+        assert ("kv_cache_memory_bytes" in settings) <= (llm.stats().num_preemptions > 0)
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_whatever_requests_ask(method: str):
+    settings: list[dict[str, Any]] = [
+        dict(temperature=0.0), dict(temperature=0.9, seed=3), dict(temperature=0.9, seed=4, top_k=5),
+        dict(temperature=0.0, repetition_penalty=1.3), dict(temperature=0.0, logprobs=2),
+    ]  # fmt: skip
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, **one) for one in settings]
+    prompts = [tiny.PROMPTS[i % 3] for i in range(len(params))]
+    tokens = []
+    for drafting in (None, method):
+        with make(drafting) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            tokens.append([o.outputs[0].token_ids for o in outputs])
+    assert tokens[0] == tokens[1]
+
+
+def test_synthetic_acceptance_is_that_of_eager_steps():
+    counts = []
+    for eager in (False, True):
+        with make("eagle3", 3, enforce_eager=eager, speculative_synthetic_acceptance="0.8,0.7,0.6") as llm:
+            params = [GREEDY.clone(seed=i) for i in range(3)]
+            generate(llm, params)
+            counts.append((llm.stats().spec_drafts, llm.stats().spec_accepted_per_pos))
+    assert counts[0] == counts[1]
+    first, second, third = counts[0][1]
+    assert counts[0][0] > first > second > third > 0
