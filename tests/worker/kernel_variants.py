@@ -95,7 +95,9 @@ def start(model: str) -> None:
         for name, answer in MEMORY.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(
-            mock.patch.object(graphs.DecodeGraphs, "_record", lambda *_: graphs.Recorded(None, None, None, ()))
+            mock.patch.object(
+                graphs.DecodeGraphs, "_record", lambda *_: graphs.Recorded(None, None, None, ())
+            )
         )
         stack.enter_context(pretended_gpu(H200, place="cpu"))
         core = EngineCore(config(model))
