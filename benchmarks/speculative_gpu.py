@@ -86,9 +86,7 @@ ONE: dict[str, dict[str, Any]] = {
     "off": {},
     "eagle3, 3": {"speculative_config": speculation("eagle3", 3, **HEAD)},
     "eagle3, 5": {"speculative_config": speculation("eagle3", 5, **HEAD)},
-    "draft model 1B, 4": {
-        "speculative_config": speculation("draft_model", 4, model=str(SHAPES / "llama-1b"))
-    },
+    "draft 1B, 4": {"speculative_config": speculation("draft_model", 4, model=str(SHAPES / "llama-1b"))},
     "ngram, 5": {"speculative_config": speculation("ngram", 5, prompt_lookup_min=1)},
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -198,8 +196,9 @@ def part(name: str, watch: Watch, deadline: float) -> Iterator[dict[str, Any]]:
                     **measure(llm, n, watch),
                 }
                 if n == 1:
-                    row |= {"floor ms": floor_ms(llm, settings)}
-                    row |= {} if name == "sweep" else launches(llm)
+                    row |= {"floor ms": floor_ms(llm, watch, round(row["drafts"]))}
+                    if name != "sweep" and torch.cuda.is_available():
+                        row |= launches(llm)
                 yield row
         finally:
             llm.close()

@@ -19,7 +19,7 @@ from octavo.worker.graph_recorder import GraphRecorder
 from octavo.worker.graphs import SIZES, graph_sizes
 
 MOST_PASS_ROWS = SIZES[-1]
-_SPARE = 64  # positions beyond the longest context that a pass may have rows at, which are nobody's
+_SPARE = 256  # positions beyond the longest context that a pass may have rows at, which are nobody's
 
 
 @dataclass
