@@ -42,9 +42,9 @@ class DecodeGraphs:
     `Padding.most` rows: one for each padding, and another where what all requests share is attended to once
     (launches of their own, so that other steps don't pay for them).
 
-    A graph reads the batch's buffers, gathers the inputs, runs the model, leaves the logits (a rank its part of
-    them) and the likeliest tokens at fixed places, and, where requests have one row, appends these: all that
-    a step of greedy requests needs. Where others take part, the sampler chooses from the logits (of all
+    A graph reads the batch's buffers, gathers the inputs, runs the model, leaves the logits (a rank its part
+    of them) and the likeliest tokens at fixed places, and, where requests have one row, appends these: all
+    that a step of greedy requests needs. Where others take part, the sampler chooses from the logits (of all
     ranks, gathered then) and its tokens are written over those. The first step of a padding runs eagerly, on
     the padded inputs, and is then recorded (recording executes nothing); later ones are replayed. Bounds that
     the host would know better for one step (the longest context) are those of the engine, so that a graph
