@@ -30,6 +30,7 @@ from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
 from octavo.kernels.triton.tiles import TilesConfig, expand_tiles, tiles_linear
+from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
 
 DTYPE = torch.bfloat16
 SHAPES = {  # how often a step of Llama-8B multiplies with each matrix
@@ -39,7 +40,15 @@ SHAPES = {  # how often a step of Llama-8B multiplies with each matrix
     Shape(14336, 4096, False): 32,
 }
 ROWS = (1, 8, 16, 32, 64, 128, 256)
-FORMS = {"int4": ROWS, "fp8": (1, 8, 32, 64), "int8": (1, 32), "nf4": (1, 32)}
+FORMS = {
+    "int4 row": (1,),
+    "int4 norm": (1,),
+    "int4": ROWS[1:],
+    "fp8": (1, 8, 32, 64),
+    "int8": (1, 32),
+    "nf4 row": (1,),
+    "nf4": (32,),
+}
 ROTATION_BYTES = 256 << 20  # of different weights: several times the L2
 SHARED_BYTES = 227 << 10
 LAUNCHES = 16  # in a graph
@@ -53,6 +62,11 @@ TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     32: ((64, 4, 4), (128, 3, 4), (64, 3, 2), (128, 3, 8)),
     64: ((64, 3, 4), (128, 3, 8), (128, 2, 4)),
 }
+# For one row, by a kernel of its own.
+ROW_TILES = (
+    (64, 4, 2), (32, 4, 1), (16, 6, 1), (32, 4, 2), (64, 3, 2), (128, 3, 4), (32, 6, 1), (64, 6, 2),
+    (16, 8, 1), (128, 4, 2),
+)  # fmt: skip
 PREFETCH = 16
 
 
@@ -73,6 +87,17 @@ def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[t
     """Tiles with as many splits as leave between half a program and six programs a multiprocessor."""
     tile = tile_rows(rows)
     matrices = 2 if shape.gated else 1
+    base, _, way = form.partition(" ")
+    if way:
+        for outputs, stages, warps in ROW_TILES if base == "int4" else ROW_TILES[:4]:
+            block_out = max(16, outputs // matrices)
+            for splits in (1, 2, 4, 8):
+                programs = ceil_div(shape.size_out // matrices, block_out) * splits
+                if splits > 1 and (way == "norm" or programs > 6 * multiprocessors):
+                    continue
+                if 2 * programs >= multiprocessors and shape.size_in >= splits * 512:
+                    yield (block_out, stages, warps, splits, PREFETCH)
+        return
     step = 256 if form in ("int4", "nf4") else 128
     some = TILES[tile] if form == "int4" else TILES[tile][:3]
     for outputs, stages, warps in some:
@@ -94,7 +119,7 @@ def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[t
 
 
 def matrix_bytes(form: str, shape: Shape) -> float:
-    weights = shape.size_in * shape.size_out
+    weights, form = shape.size_in * shape.size_out, form.split()[0]
     return weights * {"int4": 0.5 + 2 / GROUP, "nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1}[form]
 
 
@@ -110,7 +135,7 @@ class Weights:
         self.table = torch.tensor(NF4, device=device)
 
     def matrix(self, form: str, shape: Shape, place: int) -> Any:
-        rows, columns = shape.size_out, shape.size_in
+        rows, columns, form = shape.size_out, shape.size_in, form.split()[0]
         if form in ("int8", "fp8"):
             kind = torch.int8 if form == "int8" else torch.float8_e4m3fn
             return self._cut(place, kind, (rows, columns)), self.scales[:rows]
@@ -133,19 +158,23 @@ class Weights:
         return min(self.memory.numel() // size, max(2, ceil_div(ROTATION_BYTES, size)))
 
 
-def product(job: Job, x: torch.Tensor, matrix: Any) -> torch.Tensor:
+def product(job: Job, x: torch.Tensor, matrix: Any, factor: torch.Tensor | None = None) -> torch.Tensor:
     gated = job.shape.gated
     act = "silu" if gated else None
     if job.cut is None:
         out = torch.nn.functional.linear(x, expanded(job, matrix))
         return activation.silu_and_mul(out) if gated else out
+    if job.form.endswith(("row", "norm")):
+        norm_weight = None if factor is None else factor[: job.shape.size_in]
+        stream = None if factor is None else x
+        return tiles_row_linear(x, matrix, None, act, RowConfig(*job.cut), norm_weight, 1e-5, stream)[0]
     if job.form in ("int4", "nf4"):
         return tiles_linear(x, matrix, None, act, TilesConfig(*job.cut))
     return skinny_linear(x, matrix[0], None, act, SkinnyConfig(*job.cut), matrix[1])
 
 
 def expanded(job: Job, matrix: Any) -> torch.Tensor:
-    if job.form in ("int4", "nf4"):
+    if job.form.startswith(("int4", "nf4")):
         return expand_tiles(matrix, job.shape.size_in, DTYPE)
     return expand_bytes(*matrix, DTYPE)
 
@@ -172,7 +201,8 @@ def compile_job(work: tuple[int, Job]) -> str | None:
             expanded(job, matrix)
             activation.silu_and_mul(torch.empty(1, job.shape.size_out, dtype=DTYPE))
         else:
-            product(job, x, matrix)
+            factor = torch.empty(job.shape.size_in, dtype=DTYPE) if job.form.endswith("norm") else None
+            product(job, x, matrix, factor)
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
@@ -207,7 +237,8 @@ class Bench:
         return graph
 
     def seconds(self, job: Job, alone: bool = False, replays: int = 4) -> float:
-        """Of one norm and product (or of the norm alone), the least of some replays."""
+        """Of one norm and product (or of the norm alone), the least of some replays. A norm that is part of
+        the product comes with a residual addition."""
         matrices = [
             self.weights.matrix(job.form, job.shape, i)
             for i in range(self.weights.places(job.form, job.shape))
@@ -217,6 +248,9 @@ class Bench:
 
         def work(some: list[Any]) -> None:
             for matrix in some:
+                if job.form.endswith("norm"):
+                    product(job, x, matrix, self.norm)
+                    continue
                 normed = norm.rms_norm(x, factor, 1e-5)
                 if not alone:
                     product(job, normed, matrix)
@@ -241,7 +275,12 @@ class Bench:
         matrix = self.weights.matrix(job.form, job.shape, 0)
         x = self.rows[: job.rows, : job.shape.size_in]
         with torch.cuda.stream(self.stream):
-            got, want = (product(j, x, matrix).float() for j in (job, job._replace(cut=None)))
+            if job.form.endswith("norm"):
+                got = product(job, x, matrix, self.norm).float()
+                x = norm.rms_norm(x + x, self.norm[: job.shape.size_in], 1e-5)
+            else:
+                got = product(job, x, matrix).float()
+            want = product(job._replace(cut=None), x, matrix).float()
             return bool((got - want).norm() < 1e-2 * want.norm())
 
 
@@ -251,6 +290,7 @@ def jobs_of(form: str, rows: int, multiprocessors: int) -> dict[Shape, list[Job]
             Job(form, rows, shape, cut) for cut in cuts(form, rows, shape, multiprocessors)
         ] + [Job(form, rows, shape, None)] * (rows >= 32)
         for shape in SHAPES
+        if not form.endswith("norm") or shape.size_out > shape.size_in  # what follows a norm
     }  # fmt: skip
 
 
@@ -293,6 +333,7 @@ def main() -> None:
         for rows in dict.fromkeys(rows for _, rows in cells)
     }
     steps: dict[tuple[str, int], float] = {}
+    best: dict[tuple[str, Shape, int], float] = {}
     for form, rows in cells:
         left = deadline - time.perf_counter()
         if left <= 0:
@@ -306,11 +347,11 @@ def main() -> None:
             print(f"{form} x {rows}: not compiled in time", flush=True)
             continue
         for shape, jobs in jobs_of(form, rows, multiprocessors).items():
-            alone = norms[shape.size_in, rows]
+            alone, fused = norms[shape.size_in, rows], form.endswith("norm")
             found = []
             for job in jobs:
                 try:
-                    found.append((bench.seconds(job) - alone, job.cut))
+                    found.append((bench.seconds(job) - (0 if fused else alone), job.cut))
                 except Exception as error:
                     if "CUDA error" in str(error):  # after which nothing works any more
                         raise
@@ -334,13 +375,16 @@ def main() -> None:
                  "cut": cut, "us": round(s * 1e6, 3)}
                 for s, cut in found
             ]  # fmt: skip
+            best[form, shape, rows] = seconds
+            if fused and seconds > alone + best.get((form.replace("norm", "row"), shape, rows), 1.0):
+                cut = None  # the norm is better off alone
             if right:
                 table.setdefault((form, shape), {})[rows] = None if cut is None else list(cut)
     pool.terminate()
     for (form, rows), seconds in steps.items():
         print(f"{form}, {rows} rows: {seconds * 1e3:.3f} ms for the matrices of 32 layers", flush=True)
     if args.json:
-        Path(args.json).write_text(json.dumps(times))
+        Path(args.json).write_text(json.dumps({"chip": properties.name, "times": times}))
     if args.write:
         serves = args.serves.split(",")
         Path(args.write).write_text(weight_only_choice.table_to_json(table, properties.name, serves))

@@ -128,3 +128,26 @@ def tiles_linear(
     """See `reference_tiles.tiles_linear`."""
     kernels = _kernels(x.device.type)
     return getattr(kernels, "tiles_linear", reference_tiles.tiles_linear)(x, tiles, bias, act)
+
+
+def rms_norm_tiles_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    tiles: Tiles,
+    bias: torch.Tensor | None = None,
+    act: Activation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`tiles_linear` of the RMS norm of `x + residual`, and that sum, the new stream, in one kernel; None
+    where there is none for such rows.
+
+    Args:
+        x: `[rows, K]`, a sublayer's output.
+        residual: `[rows, K]`, the stream, left as it is; None: `x` is the stream.
+        norm_weight: `[K]`, of `x`'s dtype or float32.
+        eps: of the norm.
+        tiles, bias, act: as for `tiles_linear`.
+    """
+    fused = getattr(_kernels(x.device.type), "rms_norm_tiles_linear", None)
+    return None if fused is None else fused(x, residual, norm_weight, eps, tiles, bias, act)

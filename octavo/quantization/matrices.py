@@ -62,7 +62,7 @@ class Matrix(ABC):
         bias: torch.Tensor | None,
         act: Activation | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`linear` of the RMS norm of `x + residual`, and that sum, where kernels quantize rows on the way;
+        """`linear` of the RMS norm of `x + residual`, and that sum, where kernels do that on the way;
         None: there are none."""
         return None
 
@@ -281,6 +281,19 @@ class TilesMatrix(Matrix):
         if self.perm is not None:
             x = x.index_select(1, self.perm)
         return lowbit_ops.tiles_linear(x, self.tiles, bias, act)
+
+    def linear_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        act: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.perm is not None:
+            return None
+        return lowbit_ops.rms_norm_tiles_linear(x, residual, norm_weight, eps, self.tiles, bias, act)
 
     def joined(self, below: TilesMatrix) -> TilesMatrix | None:
         return None

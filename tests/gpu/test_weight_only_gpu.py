@@ -22,6 +22,7 @@ from octavo.kernels import ops
 from octavo.kernels.triton import expand_bytes, tiles, weight_only
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.tiles import TilesConfig
+from octavo.kernels.triton.tiles_row import RowConfig
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import bytes_cases, tiles_cases
 
@@ -126,6 +127,35 @@ def test_cuts_of_tiles(form: str, dtype: torch.dtype) -> None:
         for rows in (1, 9, 70):
             config = CUTS[(first + 3 * place) % len(CUTS)]
             tiles_cases.check(case, rows, dtype, act, config, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("form", tiles_cases.FORMS)
+def test_one_row(form: str) -> None:
+    """Alone, and behind a norm."""
+    for size_in, size_out, act in ODD:
+        case = tiles_cases.make(form, size_in, size_out, "cuda")
+        for block_out, warps, norm, stream, splits in (
+            (32, 2, False, False, 2), (16, 1, True, False, 1), (32, 2, True, True, 1),
+        ):  # fmt: skip
+            config = RowConfig(block_out, 4, warps, splits, 8)
+            tiles_cases.check_row(case, bf16, act, config, norm, stream, TOLERANCE[bf16])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_norm_before_one_row(gated: bool) -> None:
+    """As layers call it, against the norm's kernel and the product's."""
+    matrix = Matrix("int4 128", 4096, 6144)
+    act = ops.silu_and_mul if gated else None
+    x, residual = (torch.randn(1, 4096, device="cuda").bfloat16() for _ in range(2))
+    weight = (0.5 + torch.rand(4096, device="cuda")).bfloat16()
+    found = weight_only.rms_norm_tiles_linear(x, residual, weight, 1e-5, matrix.tiles, None, act)
+    if found is None:
+        pytest.skip("the table has the norm in a kernel of its own")
+    normed, stream = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    want = matrix.linear(normed, None, act)
+    assert torch.equal(found[1], stream)
+    assert float((found[0] - want).float().norm() / want.float().norm()) < 1e-2
+    assert weight_only.rms_norm_tiles_linear(x.half(), None, weight, 1e-5, matrix.tiles, None, act) is None
 
 
 @pytest.mark.parametrize(

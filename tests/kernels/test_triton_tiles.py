@@ -14,6 +14,7 @@ from octavo.kernels.reference_tiles import Tiles, dequantize_tiles
 from octavo.kernels.triton import tiles as kernels
 from octavo.kernels.triton import weight_only
 from octavo.kernels.triton.tiles import TilesConfig
+from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import tiles_cases
 from tests.kernels.tiles_cases import FORMS
@@ -66,6 +67,16 @@ def test_gated(form: str, act: str, splits: int) -> None:
     tiles_cases.check(case, 3, HALF, act, TilesConfig(16, 2, 4, splits), TOLERANCE[HALF])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("size_in", "size_out", "act"), [(576, 33, None), (256, 24, "silu")])
+def test_one_row(form: str, size_in: int, size_out: int, act: str | None) -> None:
+    """Alone, with inputs shared by programs; behind a norm, with and without a residual stream."""
+    case = tiles_cases.make(form, size_in, size_out, DEVICE)
+    for norm, stream, splits in ((False, False, 2), (True, False, 1), (True, True, 1)):
+        tiles_cases.check_row(case, HALF, act, RowConfig(16, 2, 4, splits, 4), norm, stream, TOLERANCE[HALF])
+    assert not workspace(case.weight.device).counters.any()
+
+
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("act", [None, ops.silu_and_mul, torch.nn.functional.silu])
@@ -88,6 +99,10 @@ def test_no_rows_and_refusals() -> None:
         kernels.tiles_linear(x.expand(513, -1), case.tiles, None, None, config)
     with pytest.raises(ValueError, match="'relu'"):
         kernels.tiles_linear(x, case.tiles, None, "relu", config)
+    with pytest.raises(ValueError, match="2 rows"):
+        tiles_row_linear(x.expand(2, -1), case.tiles, None, None, RowConfig(16, 2, 4))
+    with pytest.raises(ValueError, match="takes all inputs"):
+        tiles_row_linear(x, case.tiles, None, None, RowConfig(16, 2, 4, 2), x[0])
     with pytest.raises(ValueError, match="256 columns in 16 groups: groups must be of multiples of 32"):
         reference_tiles.group_of(256, 16)
 

@@ -18,6 +18,7 @@ from octavo.kernels.triton.expand_bytes import expand_bytes
 from octavo.kernels.triton.linear_choice import Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
 from octavo.kernels.triton.tiles import TilesConfig
+from octavo.kernels.triton.tiles_row import RowConfig
 from tests.kernels import bytes_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,5 +107,6 @@ def test_tables_that_ship() -> None:
         for (form, _), cuts in weight_only_choice.table_from_json(json.loads(path.read_text())).items():
             for rows, cut in cuts.items():
                 if cut is not None:
-                    kind = TilesConfig if form in ("int4", "nf4") else SkinnyConfig
+                    kind = {"int4": TilesConfig, "nf4": TilesConfig}.get(form, SkinnyConfig)
+                    kind = RowConfig if form.endswith(("row", "norm")) else kind
                     assert kind(*cut).block_out in (16, 32, 64, 128, 256), (path.name, rows)

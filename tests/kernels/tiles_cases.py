@@ -12,6 +12,7 @@ from octavo.kernels.reference_lowbit import pack_rows
 from octavo.kernels.reference_tiles import NF4, Tiles, make_tiles
 from octavo.kernels.triton import tiles as kernels
 from octavo.kernels.triton.tiles import TilesConfig
+from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
 
 FORMS = (
     "int4 128",
@@ -74,3 +75,34 @@ def check(
     assert got.dtype == dtype and got.shape == want.shape
     assert float((got.double() - want).abs().max() / want.abs().max()) < tolerance
     return got
+
+
+def check_row(
+    case: Case,
+    dtype: torch.dtype,
+    act: str | None,
+    config: RowConfig,
+    norm: bool,
+    stream: bool,
+    tolerance: float,
+) -> None:
+    """The one-row kernel's product with a fresh row, its norm, or that with a stream, held to float64's."""
+    size_out, size_in = case.weight.shape
+    device = case.weight.device
+    x, residual = (torch.randn(1, size_in, device=device).to(dtype) for _ in range(2))
+    bias = torch.randn(size_out, device=device).to(dtype)
+    weight = (0.5 + torch.rand(size_in, device=device)).to(dtype) if norm else None
+    kept = residual.clone()
+    given = residual if stream else None
+    got, after = tiles_row_linear(x, case.tiles, bias, act, config, weight, 1e-5, given)
+    want_stream = (x.float() + residual.float()).to(dtype) if stream else x
+    assert torch.equal(after, want_stream) and torch.equal(residual, kept)
+    row = want_stream.double()
+    if weight is not None:
+        row = row * torch.rsqrt(row.square().mean() + 1e-5) * weight.double()
+    want = row @ case.weight.double().T + bias.double()
+    if act:
+        gate, up = want.chunk(2, 1)
+        want = up * (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh"))
+    assert got.dtype == dtype and got.shape == want.shape
+    assert float((got.double() - want).abs().max() / want.abs().max()) < tolerance

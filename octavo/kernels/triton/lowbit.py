@@ -12,13 +12,14 @@ from octavo.kernels.triton.lowbit_8bit import (
     int8_linear,
     rms_norm_w8a8_linear,
 )
-from octavo.kernels.triton.weight_only import tiles_linear, weight_only_linear
+from octavo.kernels.triton.weight_only import rms_norm_tiles_linear, tiles_linear, weight_only_linear
 
 __all__ = [
     "fp8_block_linear",
     "fp8_linear",
     "gated_w8a8_linear",
     "int8_linear",
+    "rms_norm_tiles_linear",
     "rms_norm_w8a8_linear",
     "tiles_linear",
     "weight_only_linear",

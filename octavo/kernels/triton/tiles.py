@@ -8,7 +8,7 @@ waits for the rows, and several programs may share a tile's inputs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from octavo.kernels.triton.unpack import by_ptx, table_ptx, unpack_affine, unpac
 from octavo.kernels.triton.workspace import workspace
 
 MAX_ROWS = 512
-_ACTS = {None: 0, "silu": 1, "gelu_tanh": 2}
+ACTS = {None: 0, "silu": 1, "gelu_tanh": 2}
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -79,7 +79,7 @@ def _group_at(step, C: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _slab_scale(scale_ptr, step, C: tl.constexpr, SLAB: tl.constexpr, row_at, size_out,
+def slab_scale(scale_ptr, step, C: tl.constexpr, SLAB: tl.constexpr, row_at, size_out,
                 GROUP: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
     """float32 scales of rows, for a slab's group."""
     if GROUP == 0:
@@ -119,7 +119,7 @@ def _unpack(codes, table_ptr, zero_ptr, step, C: tl.constexpr, row_at, size_out,
 
 
 @triton.jit
-def _add_block(
+def add_block(
     total, codes, x0, x1, x2, x3, scale_ptr, zero_ptr, table_ptr, step, C: tl.constexpr, row_at, size_out,
     GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr, TABLE: tl.constexpr,
     LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
@@ -149,18 +149,18 @@ def _add_block(
         none = tl.zeros([total.shape[0], total.shape[1]], tl.float32)
         acc = tl.dot(w0, tl.trans(x0), none)
         if GROUP == 32:
-            total += acc * _slab_scale(scale_ptr, step, C, 0, row_at, size_out, GROUP, SCALE)[:, None]
+            total += acc * slab_scale(scale_ptr, step, C, 0, row_at, size_out, GROUP, SCALE)[:, None]
             acc = none
         acc = tl.dot(w1, tl.trans(x1), acc)
         if GROUP <= 64:
-            total += acc * _slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, None]
+            total += acc * slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, None]
             acc = none
         acc = tl.dot(w2, tl.trans(x2), acc)
         if GROUP == 32:
-            total += acc * _slab_scale(scale_ptr, step, C, 2, row_at, size_out, GROUP, SCALE)[:, None]
+            total += acc * slab_scale(scale_ptr, step, C, 2, row_at, size_out, GROUP, SCALE)[:, None]
             acc = none
         acc = tl.dot(w3, tl.trans(x3), acc)
-        return total + acc * _slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, None]
+        return total + acc * slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, None]
 
 
 @triton.jit
@@ -216,20 +216,20 @@ def _tiles_kernel(
             x2 = _load_x(x_at, present, col + 64, lanes, size_in, EVEN)
             x3 = _load_x(x_at, present, col + 96, lanes, size_in, EVEN)
             codes = tl.load(codes_at + (step * 2 + c) * block, eviction_policy="evict_first")
-            acc = _add_block(
+            acc = add_block(
                 acc, codes, x0, x1, x2, x3, scale_ptr, zero_ptr, table_ptr, step, c, row_at, matrix_rows,
                 GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
             )  # fmt: skip
             if ACT:
                 codes = tl.load(up_codes_at + (step * 2 + c) * block, eviction_policy="evict_first")
-                up = _add_block(
+                up = add_block(
                     up, codes, x0, x1, x2, x3, scale_ptr, zero_ptr, table_ptr, step, c, row_at + size_out,
                     matrix_rows, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
                 )  # fmt: skip
     if GROUP == 0:
-        acc *= _slab_scale(scale_ptr, 0, 0, 0, row_at, matrix_rows, GROUP, SCALE)[:, None]
+        acc *= slab_scale(scale_ptr, 0, 0, 0, row_at, matrix_rows, GROUP, SCALE)[:, None]
         if ACT:
-            up *= _slab_scale(scale_ptr, 0, 0, 0, row_at + size_out, matrix_rows, GROUP, SCALE)[:, None]
+            up *= slab_scale(scale_ptr, 0, 0, 0, row_at + size_out, matrix_rows, GROUP, SCALE)[:, None]
     end_tile(
         acc, up, bias_ptr, out_ptr, part_ptr, counter_ptr, out_row, size_out, rows,
         BLOCK_ROWS, BLOCK_OUT, SPLITS, True, HAS_BIAS, ACT,
@@ -258,7 +258,7 @@ def _expand_kernel(
             LOOK_UP, PACKED, tl.float32 if TABLE and LOOK_UP is None else numbers,
         )  # fmt: skip
         for slab in tl.static_range(4):
-            scale = _slab_scale(scale_ptr, step, c, slab, row_at, size_out, GROUP, SCALE)
+            scale = slab_scale(scale_ptr, step, c, slab, row_at, size_out, GROUP, SCALE)
             col = step * 256 + c * 128 + slab * 32 + lanes
             wide = w[slab].to(tl.float32) * scale[:, None]
             target = out_ptr + out_at.to(tl.int64)[:, None] * out_row + col[None, :]
@@ -275,7 +275,7 @@ def _look_up(tiles: Tiles, dtype: torch.dtype) -> str | None:
     return table_ptx(tiles.values, dtype == torch.bfloat16)
 
 
-def _tensors(tiles: Tiles) -> tuple[torch.Tensor, ...]:
+def form_tensors(tiles: Tiles) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zeros, table; one that a variant has no use for is stood in for by the codes."""
     codes = tiles.codes
     return (
@@ -283,6 +283,18 @@ def _tensors(tiles: Tiles) -> tuple[torch.Tensor, ...]:
         tiles.scales,
         codes if tiles.zeros is None else tiles.zeros,
         codes if tiles.table is None else tiles.table,
+    )
+
+
+def form_constants(tiles: Tiles, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What kernels must know of a form beside rows of `dtype`: GROUP to PACKED."""
+    return (
+        tiles.group,
+        _SCALES[tiles.scale_type],
+        tiles.zeros is not None,
+        tiles.table is not None,
+        _look_up(tiles, dtype),
+        by_ptx(),
     )
 
 
@@ -305,8 +317,8 @@ def tiles_linear(
         ValueError: more rows than `MAX_ROWS`, an activation of another name.
     """
     rows, size_in = x.shape
-    if rows > MAX_ROWS or act not in _ACTS:
-        raise ValueError(f"got {rows} rows and act={act!r}: at most {MAX_ROWS}, one of {list(_ACTS)}")
+    if rows > MAX_ROWS or act not in ACTS:
+        raise ValueError(f"got {rows} rows and act={act!r}: at most {MAX_ROWS}, one of {list(ACTS)}")
     if x.stride(1) != 1:
         x = x.contiguous()
     matrices = 2 if act else 1
@@ -329,13 +341,12 @@ def tiles_linear(
     even = size_in % STEP == 0
     _tiles(
         (row_tiles, out_tiles, splits),
-        (x, *_tensors(tiles), out if bias is None else bias, out, parts, counters),
+        (x, *form_tensors(tiles), out if bias is None else bias, out, parts, counters),
         (x.stride(0), size_out, size_in, size_out),
         (rows, steps, last),
         (
-            block_rows, block_out, stages, splits, min(prefetch, power_of_2(2 * steps)), tiles.group,
-            _SCALES[tiles.scale_type], tiles.zeros is not None, tiles.table is not None,
-            _look_up(tiles, x.dtype), by_ptx(), even, bias is not None, _ACTS[act],
+            block_rows, block_out, stages, splits, min(prefetch, power_of_2(2 * steps)),
+            *form_constants(tiles, x.dtype), even, bias is not None, ACTS[act],
         ),
         warps,
     )  # fmt: skip
@@ -350,15 +361,12 @@ def expand_tiles(tiles: Tiles, columns: int, dtype: torch.dtype) -> torch.Tensor
     block_out = 64
     _expand(
         (ceil_div(rows, block_out), ceil_div(columns, STEP), 1),
-        (*_tensors(tiles), out),
+        (*form_tensors(tiles), out),
         (columns, columns, rows),
         (),
-        (
-            block_out, tiles.group, _SCALES[tiles.scale_type], tiles.zeros is not None,
-            tiles.table is not None, _look_up(tiles, dtype), by_ptx(),
-        ),
+        (block_out, *form_constants(tiles, dtype)),
         4,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -6,6 +6,7 @@ float16) is 128 + q, and one exact operation on the pair takes that and the zero
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import triton
@@ -196,6 +197,7 @@ def _words(values: list[int]) -> list[str]:
     return [hex(int.from_bytes(bytes(values[at : at + 4]), "little")) for at in range(0, len(values), 4)]
 
 
+@functools.cache
 def table_ptx(values: tuple[float, ...], bfloat16: bool) -> str:
     """The code of `unpack_table` for 16 numbers, which it holds as constants.
 

@@ -7,9 +7,10 @@ writes them):
      "shapes": [{"form": "int4", "in": 4096, "out": 6144, "gated": false,
                  "rows": {"1": [64, 4, 2, 2, 16, 8], "128": null}}]}
 
-`out` counts the matrix's rows, both halves where `gated`; a cut (of int4 and nf4 a `TilesConfig`, of int8 and
-fp8 a `SkinnyConfig`) holds for as many rows as it says and for fewer, down to the one before it; null: the
-matrix is expanded, and cuBLAS multiplies.
+`out` counts the matrix's rows, both halves where `gated`. A cut of int4 and nf4 is a `TilesConfig`, of int8
+and fp8 a `SkinnyConfig`, of "int4 row" and "int4 norm" (one row, and one behind a norm; so of nf4) a
+`RowConfig`. It holds for as many rows as it says and for fewer, down to the one before it. Null: the matrix
+is expanded, and cuBLAS multiplies; behind a norm: this has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.tiles import TilesConfig
+from octavo.kernels.triton.tiles_row import RowConfig
 
 Cuts = dict[int, "list[Any] | None"]  # by rows
 Table = dict[tuple[str, Shape], Cuts]  # by form of weights, too
@@ -145,6 +147,35 @@ def tiles_config(
     if cut is None:
         return None
     return TilesConfig(cut.block_out, cut.stages, cut.warps, cut.splits, 16, cut.tile_rows)
+
+
+@functools.cache
+def row_config(
+    form: str, size_in: int, size_out: int, gated: bool, norm: bool, device: torch.device
+) -> RowConfig | None:
+    """How `tiles_row_linear` cuts a matrix; None: the norm is not its part."""
+    there, found = _measured(
+        f"{form} {'norm' if norm else 'row'}", 1, Shape(size_in, size_out, gated), device
+    )
+    if there:
+        return None if found is None else RowConfig(*found)
+    return default_row_config(size_in, size_out, gated, norm, _multiprocessors(device))
+
+
+def default_row_config(
+    size_in: int, size_out: int, gated: bool, norm: bool, multiprocessors: int
+) -> RowConfig:
+    """A sane cut of a matrix for one row; arguments as of `default_cut`."""
+    if not norm:
+        cut = default_cut(1, ceil_div(size_in, STEP), size_out, gated, multiprocessors)
+        assert cut is not None
+        return RowConfig(cut.block_out, cut.stages, cut.warps, cut.splits, 16)
+    # A program takes all inputs: where there are few outputs, smaller tiles, and more of each in flight.
+    matrices = 2 if gated else 1
+    rows = 64  # of the matrix
+    while rows > 16 * matrices and ceil_div(size_out, rows) < 2 * multiprocessors:
+        rows //= 2
+    return RowConfig(rows // matrices, 6 if rows == 16 else 4, 1 if rows == 16 else 2, 1, 16)
 
 
 @functools.cache
