@@ -44,7 +44,10 @@ from octavo.kernels.triton import (
     norm,
     peers,
     rotary_kv,
+    row_8bit,
+    rows_8bit,
     sampling,
+    skinny_8bit,
     skinny_linear,
 )
 from octavo.kv.format import KVFormat
@@ -222,6 +225,64 @@ def _draft_kernels() -> None:
     )  # fmt: skip
     for ids in (None, torch.zeros(1024, dtype=torch.int64)):
         drafts.append_drafts(longs, longs, longs, longs, ids, table, 2)
+
+
+def _cases_8bit() -> list[tuple[str, Callable[[], Any]]]:
+    """Products in 8 bits, and what makes their rows."""
+    found: list[tuple[str, Callable[[], Any]]] = []
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    for form in (rows_8bit.FP8_ROWS, rows_8bit.FP8_GROUPS, rows_8bit.INT8_ROWS):
+        name = f"{str(form.dtype)[6:]}{' groups' if form.grouped else ''}"
+        x, gates = torch.empty(4, 4096, dtype=bf16), torch.empty(4, 28672, dtype=bf16)
+        norm_weight = torch.empty(4096, dtype=bf16)
+        for what, call in {
+            "quantize_rows": functools.partial(rows_8bit.quantize_rows, x, form),
+            "rms_norm_quantize": functools.partial(
+                rows_8bit.rms_norm_quantize, x, x.clone(), norm_weight, 1e-6, form
+            ),
+            "gated_quantize": functools.partial(rows_8bit.gated_quantize, gates, "silu", form),
+        }.items():
+            found.append((f"{what} {name}", call))
+    for dtype, blocks in ((fp8, False), (fp8, True), (torch.int8, False)):
+        kind = f"{str(dtype)[6:]}{' blocks' if blocks else ''}"
+        for size_in, size_out, act, cut in [
+            (4096, 6144, None, (4, 8, 2)),
+            (4096, 28672, "silu", (4, 8, 4)),
+            (14336, 4096, None, (4, 8, 4, 4)),
+            (1024, 6144, "silu", (8, 4, 1)),
+        ]:
+            scale = torch.empty(size_out // 128, size_in // 128) if blocks else torch.empty(size_out)
+            weight = torch.empty(size_out, size_in, dtype=dtype)
+            normed = None if len(cut) > 3 else (torch.empty(size_in, dtype=bf16), 1e-6)
+            row = functools.partial(
+                row_8bit.row_8bit,
+                torch.empty(1, size_in, dtype=bf16),
+                weight,
+                scale,
+                act=act,
+                norm=normed,
+                config=cut,
+            )
+            found.append((f"row_8bit {kind} {size_in} to {size_out} {act or ''} {cut}", row))
+        for rows, tile in [
+            (8, (64, 128, 8, 4, 2, 32, True, 16)),
+            (32, (64, 128, 7, 4, 1, 32, True, 32)),
+            (64, (64, 128, 6, 4, 1, 32, True, 64)),
+            (512, (128, 128, 4, 8, 1, 0, False, 128)),
+        ]:
+            codes = torch.empty(rows, 4096, dtype=dtype)
+            scales = torch.empty(rows, 32) if blocks else torch.empty(rows)
+            product = functools.partial(
+                skinny_8bit.skinny_8bit,
+                rows_8bit.Rows8(codes, scales),
+                torch.empty(6144, 4096, dtype=dtype),
+                torch.empty(48, 32) if blocks else torch.empty(6144),
+                None,
+                bf16,
+                skinny_linear.SkinnyConfig(*tile),
+            )
+            found.append((f"skinny_8bit {kind} {rows} rows {tile}", product))
+    return found
 
 
 def cases() -> list[tuple[str, Callable[[], Any]]]:
@@ -410,6 +471,7 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             skinny_linear.SkinnyConfig(*cut),
         )
         found.append((f"skinny_linear {rows} x {size_in} to {size_out} {act or ''} {cut}", product))
+    found += _cases_8bit()
     for piece in (65536, 12288, 24):
         pages = [torch.empty(2, piece, dtype=torch.uint8) for _ in range(4)]
         copier = block_copy.KernelBlockCopier(pages, torch.empty(2, 4, piece, dtype=torch.uint8))

@@ -263,7 +263,9 @@ _RULES: dict[str, Callable[..., Any]] = {
     "matmul": lambda a, b, **_: _matmul(a, b.shape[-1]),
     "addmm": lambda c, a, b, **_: _matmul(a, b.shape[-1]),
     "linear": lambda x, weight, *_: _matmul(x, weight.shape[0]),
-    "_scaled_mm": lambda a, b, *_, out_dtype, **__: _empty((a.shape[0], b.shape[1]), out_dtype),
+    "_scaled_mm": lambda a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, *_, **__: (
+        _empty((a.shape[0], b.shape[1]), out_dtype or a.dtype)
+    ),
     "_int_mm": lambda a, b, **_: _empty((a.shape[0], b.shape[1]), torch.int32),
     "embedding": lambda weight, indices, *_: _empty((*indices.shape, weight.shape[1]), weight.dtype),
     "gather": lambda x, dim, index, **_: _empty(index.shape, x.dtype),

@@ -1,9 +1,10 @@
 """Kernels that a start is foreseen to launch, and that it launches: `python -m tests.worker.kernel_variants`.
 
-Takes folders of models and writes for each a line of JSON: `foreseen` and `launched`, lists of variants in
-words. The start is an engine's own but for the device: tensors lie on the CPU, say that they lie on a GPU of
-capability 9.0, and are computed by PyTorch; kernels are not run, so memory is zero from the beginning (any
-token is one). A process of its own, as it leaves such tensors in caches.
+Takes folders of models, each with `=fp8` behind it where its weights are to become such, and writes for each
+a line of JSON: `foreseen` and `launched`, lists of variants in words. The start is an engine's own but for
+the device: tensors lie on the CPU, say that they lie on a GPU of capability 9.0, and are computed by PyTorch;
+kernels are not run, so memory is zero from the beginning (any token is one). A process of its own, as it
+leaves such tensors in caches.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ MEMORY = {
 
 def config(model: str) -> EngineConfig:
     """Small, with a largest step beyond the rows that kernels for few rows take."""
+    folder, _, quantization = model.partition("=")
     return EngineConfig(
-        model=model,
+        model=folder,
+        quantization=quantization or None,
         load_format="dummy",
         device="cuda",
         dtype="bfloat16",

@@ -37,8 +37,10 @@ def run(*args: str, **env: str) -> str:
 
 @needs_triton
 def test_what_a_start_launches_is_foreseen() -> None:
-    families = ("llama", "gemma3", "deepseek-v2")
-    lines = run("-m", "tests.worker.kernel_variants", *(str(checkpoint(name)) for name in families))
+    families = ("llama", "gemma3", "deepseek-v2", "llama=fp8", "llama=int8")
+    models = [name.partition("=") for name in families]
+    folders = [f"{checkpoint(name)}{equals}{quantization}" for name, equals, quantization in models]
+    lines = run("-m", "tests.worker.kernel_variants", *folders)
     for family, line in zip(families, lines.splitlines(), strict=True):
         found = json.loads(line)
         assert len(found["launched"]) > 20, family
