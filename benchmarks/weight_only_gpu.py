@@ -39,7 +39,7 @@ SHAPES = {  # how often a step of Llama-8B multiplies with each matrix
     Shape(4096, 28672, True): 32,
     Shape(14336, 4096, False): 32,
 }
-ROWS = (1, 8, 16, 32, 64, 128, 256)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 FORMS = {
     "int4 row": (1,),
     "int4 norm": (1,),
@@ -60,7 +60,8 @@ TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     8: ((64, 4, 2), (32, 4, 1), (32, 4, 2), (64, 3, 2), (128, 3, 4), (64, 4, 4), (16, 6, 1), (128, 3, 2)),
     16: ((64, 4, 2), (32, 4, 1), (128, 3, 4), (64, 4, 4)),
     32: ((64, 4, 4), (128, 3, 4), (64, 3, 2), (128, 3, 8)),
-    64: ((64, 3, 4), (128, 3, 8), (128, 2, 4)),
+    64: ((64, 3, 4), (128, 3, 8), (64, 4, 4)),
+    128: ((64, 3, 4), (128, 2, 8), (64, 2, 4), (64, 3, 8)),
 }
 # For one row, by a kernel of its own.
 ROW_TILES = (
@@ -80,7 +81,7 @@ class Job(NamedTuple):
 
 
 def tile_rows(rows: int) -> int:
-    return min(64, max(8, power_of_2(rows)))
+    return min(128, max(8, power_of_2(rows)))
 
 
 def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[tuple[Any, ...]]:
@@ -99,8 +100,10 @@ def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[t
                     yield (block_out, stages, warps, splits, PREFETCH)
         return
     step = 256 if form in ("int4", "nf4") else 128
-    some = TILES[tile] if form == "int4" else TILES[tile][:3]
-    for outputs, stages, warps in some:
+    some = [(tile, *sides) for sides in (TILES[tile] if form == "int4" else TILES[tile][:3])]
+    if rows > 64:
+        some += [(64, *sides) for sides in TILES[64][:2]]
+    for tile, outputs, stages, warps in some:
         block_out = outputs if tile > 32 or not shape.gated else max(16, outputs // 2)
         if shape.gated and tile > 32 and outputs > 64:
             continue
@@ -312,13 +315,15 @@ def main() -> None:
     asked = [int(n) for n in args.rows.split(",") if n]
     cells = [(form, n) for form in args.forms.split(",") for n in FORMS[form] if not asked or n in asked]
     # What matters most comes first: whatever the time.
-    cells.sort(key=lambda cell: ((1, 32, 8, 64, 128, 256, 16).index(cell[1]), list(FORMS).index(cell[0])))
+    cells.sort(
+        key=lambda cell: ((1, 32, 8, 64, 256, 512, 128, 16).index(cell[1]), list(FORMS).index(cell[0]))
+    )
     compiling, seen = {}, set()
     for form, rows in cells:
         work = []
         for shape, jobs in jobs_of(form, rows, multiprocessors).items():
             for job in jobs:
-                key = (form, tile_rows(rows), shape.gated, job.cut)  # variants do not depend on sizes
+                key = (form, shape.gated, job.cut)  # variants do not depend on sizes
                 if key not in seen:
                     seen.add(key)
                     work.append((capability, job))

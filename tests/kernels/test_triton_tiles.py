@@ -77,7 +77,7 @@ def test_one_row(form: str, size_in: int, size_out: int, act: str | None) -> Non
     assert not workspace(case.weight.device).counters.any()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("rows", [1, 5, 130, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("act", [None, ops.silu_and_mul, torch.nn.functional.silu])
 def test_choice(rows: int, dtype: torch.dtype, act: Any) -> None:

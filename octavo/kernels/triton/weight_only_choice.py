@@ -26,6 +26,7 @@ import torch
 from octavo.kernels.reference_tiles import STEP
 from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Shape
+from octavo.kernels.triton.skinny_linear import MAX_ROWS as SKINNY_ROWS
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig
@@ -98,9 +99,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-# Rows beyond which expanding the matrix for cuBLAS is taken to cost less than making numbers of codes anew
-# for every tile of rows.
-_KERNEL_ROWS = 128
+# Rows beyond which expanding the matrix for cuBLAS (it is written, and read again) is taken to cost less than
+# making numbers of codes anew for every tile of rows.
+_KERNEL_ROWS = 512
 
 
 class Cut(NamedTuple):
@@ -125,14 +126,15 @@ def default_cut(rows: int, steps: int, size_out: int, gated: bool, multiprocesso
     if rows > _KERNEL_ROWS:
         return None
     matrices = 2 if gated else 1
-    tile_rows = min(64, max(8, power_of_2(rows)))
+    # With both halves of a gated matrix the sums of 128 rows need more registers than there are.
+    tile_rows = min(64 if gated else 128, max(8, power_of_2(rows)))
     # Up to 16 rows warps multiply by their own instructions, beyond four of them by Hopper's.
     block_out, warps = (64 // matrices, 2) if tile_rows <= 16 else (64, 4)
     programs = ceil_div(size_out // matrices, block_out) * ceil_div(rows, tile_rows)
     splits = 1
     while splits < 8 and programs * splits < 2 * multiprocessors and steps >= 4 * splits:
         splits *= 2
-    return Cut(block_out, 4 if tile_rows <= 32 else 3, warps, splits, tile_rows)
+    return Cut(block_out, 4 if tile_rows <= 32 else 3 if tile_rows == 64 else 2, warps, splits, tile_rows)
 
 
 @functools.cache
@@ -184,7 +186,7 @@ def bytes_config(
 ) -> SkinnyConfig | None:
     """How `skinny_linear` cuts a matrix of 8 bits for 16-bit rows; None: it is expanded."""
     block_in = min(128, group & -group) if group else 128
-    if block_in < 16:
+    if block_in < 16 or rows > SKINNY_ROWS:
         return None
     there, found = _measured(form, rows, Shape(size_in, size_out, gated), device)
     if there and (found is None or not group or group % found[1] == 0):
