@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from octavo import LLM, SamplingParams
 from octavo.kernels import lowbit_ops, ops, reference, reference_lowbit
 from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
 from octavo.kernels.triton.linear_choice import Choice
@@ -23,11 +24,14 @@ from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, For
 from octavo.kernels.triton.skinny_8bit import skinny_8bit
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.workspace import workspace
+from tests import tiny
+from tests.engine.closeness import SCORED, logprobs_of
 from tests.kernels import lowbit_cases
 from tests.kernels.lowbit_cases import KINDS
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
 BF16 = torch.bfloat16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
 # In, out: the products of Llama-8B and Qwen3-0.6B.
 SHAPES = [
     (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096),
@@ -216,3 +220,28 @@ def test_choices_are_made_without_the_device() -> None:
             for rows in ROWS:
                 choice = choice_8bit.choose(rows, size_in, size_out, False, kind, BF16, DEVICE)
                 assert (choice.kind == "few_rows") == (rows == 1)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8"])
+def test_engine(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole engine: recorded steps as without, and as by the plain twins up to codes rounded otherwise."""
+
+    def run(**settings: Any) -> tuple[list[list[int]], torch.Tensor]:
+        with LLM(
+            str(tiny.checkpoint("llama")), device="cuda", dtype="bfloat16", quantization=quantization,
+            max_model_len=tiny.CONTEXT, skip_tokenizer_init=True, max_num_seqs=16,
+            kv_cache_memory_bytes=64 << 20, **settings,
+        ) as llm:  # fmt: skip
+            tokens = []
+            for prompts in (tiny.PROMPTS[:1], tiny.PROMPTS):
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                tokens += [list(output.outputs[0].token_ids) for output in outputs]
+            scored = llm.generate(tiny.PROMPTS, SCORED, use_tqdm=False)
+        pairs = zip(scored, tiny.PROMPTS, strict=True)
+        return tokens, torch.cat([logprobs_of(output, prompt) for output, prompt in pairs])
+
+    tokens, scores = run()
+    assert (tokens, True) == (run(enforce_eager=True)[0], bool(scores.isfinite().all()))
+    monkeypatch.setattr(lowbit_ops, "_kernels", lambda device_type: reference_lowbit)
+    plainly = run(enforce_eager=True)[1]
+    assert (scores - plainly).square().mean().sqrt() < 0.05

@@ -8,6 +8,7 @@ import torch
 from octavo.kernels import ops
 from octavo.kernels.reference_lowbit import Activation
 from octavo.kernels.triton.choice_8bit import Kind8, choose
+from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.row_8bit import row_8bit
 from octavo.kernels.triton.rows_8bit import (
@@ -51,7 +52,9 @@ def multiply(
     count, size_in = rows.codes.shape
     kind = kind_of(weight, scale)
     if choice is None:
-        choice = choose(max(2, count), size_in, weight.shape[0], False, kind, dtype, weight.device)
+        # Choices for many rows differ little, and are remembered.
+        about = max(2, count) if count <= 256 else power_of_2(count)
+        choice = choose(about, size_in, weight.shape[0], False, kind, dtype, weight.device)
     if choice.kind == "skinny":
         assert isinstance(choice.config, SkinnyConfig)
         return skinny_8bit(rows, weight, scale, bias, dtype, choice.config)
