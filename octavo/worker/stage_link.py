@@ -10,6 +10,7 @@ import torch
 
 from octavo.messages import StepPlan
 from octavo.parallel.stages import StageGroup
+from octavo.sampling.processors import upload
 from octavo.sampling.verifier import VerifyOutput
 from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.input_batch import InputBatch
@@ -134,8 +135,7 @@ class StageLink:
         received = torch.empty(shape, dtype=torch.int32, device=self._device)
         self._group.receive_tokens(received)
         if not expected.live.all():
-            own = torch.from_numpy(np.flatnonzero(expected.live)).to(self._device)
-            received = received[own]
+            received = received[upload(np.flatnonzero(expected.live), self._device)]
         slots, known = expected.slots[expected.live], expected.known[expected.live]
         drafts = None if expected.drafts is None else expected.drafts[expected.live]
         self._batch.take_in(slots, known, received, drafts if shape[1] > 1 else None)
