@@ -125,6 +125,8 @@ class CoreStats(msgspec.Struct):
         iteration_tokens: tokens computed by a step, by `ITERATION_BOUNDS`; `num_steps` are counted.
         spec_drafts, spec_draft_tokens, spec_accepted_tokens: drafts that were verified, their tokens, and how
             many of these were accepted; `spec_accepted_per_pos[i]` of those stood at place i of their draft.
+        draft_blocks: blocks of the pool that hold KV of a draft model or head; they are among those used.
+        draft_blocks_given_back: those that were taken from drafts because blocks were short.
 
     Attributes of the host tier (0 without one):
         host_blocks_total, host_blocks_used: its slots, and those that hold a block.
@@ -183,6 +185,8 @@ class CoreStats(msgspec.Struct):
     pipeline_bubble: float = 0.0
     pipeline_stage_seconds: float = 0.0
     pipeline_total_seconds: float = 0.0
+    draft_blocks: int = 0
+    draft_blocks_given_back: int = 0
     spec_drafts: int = 0
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
@@ -497,7 +501,6 @@ class ModelFacts:
         pooling_type: LAST, MEAN or CLS of an engine that makes embeddings, else None.
         step_weight_bytes: bytes of weights that a step reads, at most (0: not known).
         draft_groups: KV groups of the draft model, [] without one.
-        num_draft_blocks: blocks of its own pool.
         draft_max_model_len: tokens of the longest text that it drafts for.
         num_host_blocks: slots of the host tier, each for one block (0: there is none).
         host_copy_rate: bytes per second that blocks are copied at between host and device, measured at start.
@@ -522,7 +525,6 @@ class ModelFacts:
     memory: dict[str, int] = field(default_factory=dict)
     rank_memory: list[dict[str, int]] = field(default_factory=list)
     draft_groups: list[KVGroup] = field(default_factory=list)
-    num_draft_blocks: int = 0
     draft_max_model_len: int = 0
 
     @property

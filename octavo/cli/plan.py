@@ -113,8 +113,7 @@ def as_json(planner: Planner, plan: Plan, advice: list[Advice]) -> dict[str, Any
             "num_parameters": plan.draft.weights.num_parameters,
             "weights_bytes": plan.draft.weights.total,
             "weights_by_type": dict(plan.draft.weights.by_type),
-            "kv_cache_bytes": plan.draft.kv_bytes,
-            "num_blocks": plan.draft.num_blocks,
+            "kv_cache_bytes_per_request": plan.draft.request_bytes,
         },
         "kv": {**asdict(plan.fit), "num_requests_on_all_replicas": plan.num_requests},
         "max_model_len": plan.max_model_len,
@@ -187,8 +186,8 @@ def render(planner: Planner, plan: Plan, advice: list[Advice]) -> str:
         if kind in held:
             lines.append(_row(kind, f"{gib(held[kind]):>12}  {notes[kind]}"))
     if (draft := plan.draft) is not None:
-        of_it = f"weights {gib(draft.weights.total)}, kv_cache {gib(draft.kv_bytes)}"
-        lines.append(_row("draft model", f"{draft.name}, of the above {of_it}"))
+        of_it = f"weights {gib(draft.weights.total)}, kv_cache {gib(draft.request_bytes)} of a request"
+        lines.append(_row("draft model", f"{draft.name}, of the above {of_it} while it is drafted for"))
     window = f", {gib(fit.window_bytes)} more for windows" if fit.window_bytes else ""
     lines += [
         _row("KV per token", f"{gib(fit.bytes_per_token)}{window}; a block is {gib(fit.block_bytes)}"),

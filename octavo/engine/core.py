@@ -20,6 +20,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_maker import ScheduledStep
 from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kv.draft_blocks import DraftBlocks
+from octavo.kv.draft_pages import draft_pages
 from octavo.kv.groups import page_bytes
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
@@ -128,11 +129,18 @@ class EngineCore:
             ),
             self.kv,
             None if speculative is None else make_host_proposer(speculative),
-            DraftBlocks(facts.draft_groups, facts.num_draft_blocks, config.max_num_seqs)
-            if facts.num_draft_blocks
-            else None,
+            self._draft_blocks(),
             facts.draft_max_model_len,
         )
+
+    def _draft_blocks(self) -> DraftBlocks | None:
+        """What a model or head that drafts on the workers takes of the pool; None: there is none."""
+        facts, pool = self.facts, self.kv.pool
+        if not facts.draft_groups:
+            return None
+        pages = draft_pages(facts.groups, facts.draft_groups, pool.num_blocks)
+        slots = self.config.max_num_seqs
+        return DraftBlocks(facts.draft_groups, pages, pool, slots, len(facts.groups))
 
     @property
     def _overlaps(self) -> bool:

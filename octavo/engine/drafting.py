@@ -66,6 +66,14 @@ class Drafting(ABC):
         """
         return None
 
+    def give_back(self, count: int, may_draft: bool = False) -> int:
+        """Free blocks of the pool that drafts hold, at least `count`, or what there are; returns how many.
+
+        Args:
+            may_draft: requests that are drafted for now keep what drafts may keep where memory is short.
+        """
+        return 0
+
     def cut(self, slots: np.ndarray, rows: np.ndarray) -> None:
         """Some requests got fewer rows than they were to have."""
         self.slots.num_drafts[slots] = np.minimum(self.slots.num_drafts[slots], np.maximum(rows - 1, 0))

@@ -9,7 +9,7 @@ from octavo.engine.worker_drafting import WorkerDrafting
 from octavo.messages import DraftOrder
 
 # Where drafts don't pay, following has no use, and costs about a layer of each step. A request that was not
-# drafted for in so many steps is left alone for so many.
+# drafted for in so many steps is left alone for so many; so is one whose blocks were needed elsewhere.
 _PATIENCE, _REST = 16, 256
 
 
@@ -17,9 +17,9 @@ class HeadDrafting(WorkerDrafting):
     """Lets the head follow every request from its first step in a slot on.
 
     Hidden states are there in the step that computes them and never again. So what a request finds in the
-    prefix cache the head never sees: its own context begins behind that. A request for which there is no
-    block in some step, or whose tokens are drawn under a mask, is followed no more until it enters a slot
-    anew; one for which drafts don't pay is left alone for a while, and the head's context then begins there.
+    prefix cache the head never sees: its own context begins behind that. A request whose tokens are drawn
+    under a mask is not followed until it enters a slot anew; one for which drafts don't pay, or for which
+    there was no block in some step, is left alone for a while, and the head's context then begins there.
     """
 
     def __init__(self, *args: object):
@@ -35,9 +35,11 @@ class HeadDrafting(WorkerDrafting):
         state = self.slots
         for slot in slots[state.masked[slots] & ~self._lost[slots]].tolist():
             self._drop(slot)
+        self._begin_order()
         self._rest(slots)
         computed = state.num_computed[slots].astype(np.int64)
         begins = ~self._lost[slots] & ~self._resting(slots) & (self._begin[slots] < 0)
+        begins &= state.in_doubt[slots] == 0  # else it isn't known where the rows are
         self._begin[slots[begins]] = (computed - rows)[begins]
         known = state.num_tokens[slots].astype(np.int64)
         follows = self._begin[slots] >= 0
@@ -45,14 +47,16 @@ class HeadDrafting(WorkerDrafting):
         length = computed - self._begin[slots]
         for i in np.flatnonzero(follows).tolist():
             slot, held = int(slots[i]), int(length[i])
-            if counts[i] > 1 and self._blocks.extend(slot, held + int(counts[i]) - 1):
+            if counts[i] > 1 and self._room(slot, held + int(counts[i]) - 1):
                 continue
             counts[i] = min(int(counts[i]), 1)  # which needs no row of its own
-            if not self._blocks.extend(slot, held):
-                self._drop(slot)
+            if not self._room(slot, held):
+                self._give_up(slot)
                 counts[i] = 0
         follows = self._begin[slots] >= 0
-        self._idle[slots[samples]] = np.where(counts > 0, 0, self._idle[slots] + 1)[samples]
+        self._last_order[slots[follows]] = self._orders
+        steps = self._idle[slots] + (self.adaptive | self._resting(slots))
+        self._idle[slots[samples]] = np.where(counts > 0, 0, steps)[samples]
         self._made[slots[samples]] = counts[samples]
         if not follows.any():
             return None
@@ -61,22 +65,29 @@ class HeadDrafting(WorkerDrafting):
         return DraftOrder(counts.astype(np.int32), updates, others, follows, self._thresholds())
 
     def _resting(self, slots: np.ndarray) -> np.ndarray:
-        return self.adaptive & (self._idle[slots] >= _PATIENCE)
+        return self._idle[slots] >= _PATIENCE
 
     def _rest(self, slots: np.ndarray) -> None:
         """Leave requests alone whose drafts haven't paid of late, and return to those left long enough."""
         for slot in slots[self._resting(slots) & (self._begin[slots] >= 0)].tolist():
-            super()._drop(slot)
-            self._begin[slot] = -1
+            self._leave_alone(slot)
         self._idle[slots[self._idle[slots] >= _PATIENCE + _REST]] = 0
 
     def _behind(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """See `WorkerDrafting`: a head that follows lacks nothing."""
         return np.zeros(len(slots), np.int64)
 
-    def _drop(self, slot: int) -> None:
+    def _leave_alone(self, slot: int) -> None:
         super()._drop(slot)
         self._begin[slot] = -1
+
+    def _give_up(self, slot: int) -> None:
+        """See `WorkerDrafting`."""
+        self._leave_alone(slot)
+        self._idle[slot] = _PATIENCE
+
+    def _drop(self, slot: int) -> None:
+        self._leave_alone(slot)
         self._lost[slot] = True
 
     def enter(self, request: Request) -> None:

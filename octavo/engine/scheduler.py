@@ -30,11 +30,13 @@ from octavo.engine.slots import Slots
 from octavo.engine.step_maker import ScheduledStep, StepMaker
 from octavo.engine.tables import (
     TableChanges,
+    drop_drafts,
     extend,
     free_passed,
     give_back_spare,
     grow_by_one,
     keep_running,
+    lacking_blocks,
 )
 from octavo.engine.trials import TrialQueue, Trials
 from octavo.kv.draft_blocks import DraftBlocks
@@ -75,6 +77,7 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self._slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.vocab_size, kv)
+        self._draft_blocks = draft_blocks
         self.drafting = choose_drafting(limits, self._slots, proposer, draft_blocks, draft_max_model_len)
         self._loading = LoadingRequests()
         self._outlook = Outlook(kv, self._slots, self._loading)
@@ -138,7 +141,8 @@ class Scheduler:
         pool, offloading = self.kv.pool, self.kv.offloading
         self.stats.num_running = len(self._slots.running)
         self.stats.num_waiting = self._waiting.num_all + self._loading.num_live
-        self.stats.kv_blocks_used = self._num_used()
+        self.stats.draft_blocks = 0 if self._draft_blocks is None else self._draft_blocks.num_held
+        self.stats.kv_blocks_used = self._num_used() + self.stats.draft_blocks
         self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
         if offloading is not None:
             self.stats.host_blocks_total = offloading.tier.num_slots
@@ -191,7 +195,7 @@ class Scheduler:
         budget -= len(short)
         if self.drafting is not None:
             self.drafting.propose(run, rows, budget // 2)
-            self._drop_drafts(run, rows)
+            drop_drafts(self._slots, self.kv, run, rows)
             budget -= int(rows.sum()) - len(short)
         most = self.limits.most_rows
         waiting = bool(others and self._slots.num_free)
@@ -224,33 +228,22 @@ class Scheduler:
         rows = np.ones(len(run), np.int32)
         if self.drafting is not None:
             self.drafting.propose(run, rows, self.limits.max_num_batched_tokens - len(run))
-            self._drop_drafts(run, rows)
+            drop_drafts(self._slots, self.kv, run, rows)
         updates: list[TableChanges] = [[] for _ in self.kv.groups]
         if self._make_room(run, rows, updates):
             kept = np.isin(run, self._slots.running)
             run, rows = run[kept], rows[kept]
         return self._plan(run, rows, [], updates)
 
-    def _drop_drafts(self, run: np.ndarray, rows: np.ndarray) -> None:
-        """Let nobody draft where the blocks for that are not there: drafts preempt no one."""
-        drafts = self._slots.num_drafts[run]
-        if not drafts.any():
-            return
-        over = self._slots.num_computed[run] + rows - self._slots.capacity[run]
-        blocks = int((-(-over[over > 0] // self.kv.block_size)).sum()) * len(self.kv.groups)
-        if blocks > self.kv.pool.num_free:
-            rows -= drafts
-            self._slots.num_drafts[run] = 0
-
     def _make_room(
         self, run: np.ndarray, rows: np.ndarray, updates: list[TableChanges], may_preempt: bool = True
     ) -> bool:
         """Give every scheduled row its blocks; returns whether requests were preempted for that.
 
-        Blocks that windows have passed are freed first. Where blocks are short, a prompt gets fewer rows
-        (`rows` is changed); where there are none, those are taken in which drafts were that did not stand,
-        then requests leave from the end of the order. A request gets no rows if copies under way hold as many
-        blocks as it needs.
+        Blocks that windows have passed are freed first. Where blocks are short, drafts give theirs back; then
+        a prompt gets fewer rows (`rows` is changed); where there are none, those are taken in which drafts
+        were that did not stand, then requests leave from the end of the order. A request gets no rows if
+        copies under way hold as many blocks as it needs.
         """
         if self.kv.has_windows:
             free_passed(self._slots, self.kv, run)
@@ -258,6 +251,8 @@ class Scheduler:
         preempted, soon = False, -1
         if not short_of.any():
             return preempted
+        if may_preempt and (lacking := lacking_blocks(self._slots, self.kv, run, rows)):
+            self._give_back_drafts(lacking)
         if grow_by_one(self._slots, self.kv, run[short_of], rows[short_of], updates):
             return preempted
         for i in np.flatnonzero(short_of):
@@ -309,6 +304,9 @@ class Scheduler:
             count = min(known - cached, budget, most)
             spare = 0 if alone else self._watermark
             free = self.kv.num_free_after(prefix) - spare
+            lacking = self.kv.missing_at_most(prefix, known, count) - free
+            if lacking > 0 and (alone or self._foresees_room(request, prefix, count)):
+                free += self._give_back_drafts(lacking, may_draft=True)
             while count and self.kv.missing_at_most(prefix, known, count) > free:
                 count //= 2  # windows need less room in smaller steps
             if not count or not (alone or self._foresees_room(request, prefix, count)):
@@ -379,9 +377,16 @@ class Scheduler:
         return self._outlook.fits(request, self._num_used() + taken)
 
     def _num_used(self) -> int:
-        """Blocks that requests hold."""
-        offloading = self.kv.offloading
-        return self.kv.pool.num_used - (0 if offloading is None else offloading.num_held())
+        """Blocks that requests hold, but for their drafts."""
+        offloading, drafts = self.kv.offloading, self._draft_blocks
+        copied = 0 if offloading is None else offloading.num_held()
+        return self.kv.pool.num_used - copied - (0 if drafts is None else drafts.num_held)
+
+    def _give_back_drafts(self, count: int, may_draft: bool = False) -> int:
+        """See `Drafting.give_back`."""
+        freed = 0 if self.drafting is None else self.drafting.give_back(count, may_draft)
+        self.stats.draft_blocks_given_back += freed
+        return freed
 
     # ---- copies ---------------------------------------------------------------------------------
 
@@ -588,4 +593,8 @@ class Scheduler:
         assert not any(table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"
         running = self._slots.running.tolist()
         holders = [(self._slots.at(s).seq, int(self._slots.num_computed[s])) for s in running]
-        self.kv.check(holders + [(request.seq, request.num_found) for request in self._loading])
+        drafts = [] if self._draft_blocks is None else self._draft_blocks.held()
+        assert not any(pages for slot, pages in enumerate(drafts) if slot not in running), (
+            "drafts of nobody hold blocks"
+        )
+        self.kv.check(holders + [(request.seq, request.num_found) for request in self._loading], drafts)

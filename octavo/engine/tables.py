@@ -29,6 +29,25 @@ def grow_by_one(
     return True
 
 
+def lacking_blocks(slots: Slots, kv: KVManager, run: np.ndarray, rows: np.ndarray) -> int:
+    """How many more blocks than are free the next step's rows (int32 `[n]`) of slots `run` may need."""
+    over = slots.num_computed[run] + rows - slots.capacity[run]
+    blocks = int((-(-over[over > 0] // kv.block_size)).sum()) * len(kv.groups)
+    return max(0, blocks - kv.pool.num_free)
+
+
+def drop_drafts(slots: Slots, kv: KVManager, run: np.ndarray, rows: np.ndarray) -> None:
+    """Let nobody's drafts be judged where the blocks for that are not there: drafts preempt no one.
+
+    Args:
+        rows: int32 `[n]`, of the step, drafts included; changed.
+    """
+    drafts = slots.num_drafts[run]
+    if drafts.any() and lacking_blocks(slots, kv, run, rows):
+        rows -= drafts
+        slots.num_drafts[run] = 0
+
+
 def free_passed(slots: Slots, kv: KVManager, own: np.ndarray) -> None:
     """Free the blocks that the windows of requests in slots `own` have passed."""
     computed = slots.num_computed[own] - slots.in_doubt[own]

@@ -15,6 +15,7 @@ GAUGES = frozenset(
         "kv_blocks_total",
         "kv_blocks_used",
         "kv_cache_usage",
+        "draft_blocks",
         "host_blocks_total",
         "host_blocks_used",
         "graph_bytes",

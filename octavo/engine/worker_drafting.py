@@ -14,6 +14,9 @@ from octavo.messages import DraftOrder, StepPlan, StepResult
 _FADE = 0.1
 PRIOR_COST = 0.3  # of a plain step, that making one draft for all takes, until that was measured
 _PRIOR_ROW = 0.02  # of that, that computing one token of a text in the draft's cache takes
+# Orders: for so many nobody gets a draft's first blocks after there were none, and a request that is not in
+# any of so many gives its own back where others wait, or in the end.
+_PAUSE, _IDLE, _UNUSED = 32, 16, 256
 
 
 class WorkerDrafting(Drafting):
@@ -49,6 +52,9 @@ class WorkerDrafting(Drafting):
         self._follows = np.zeros(num_slots, bool)  # it needs just the newest
         self._cost: np.ndarray = np.full(num_slots + 1, np.nan)  # seconds of one draft each, by requests
         self._row_cost = np.nan  # seconds of one token of a text
+        self._orders = 0
+        self._last_order = np.zeros(num_slots, np.int64)  # in which a slot's request was drafted for
+        self._resumes = 0  # the order from which on first blocks are given
         self._stops = stops
         self._must: tuple[float, float] | None = (
             None  # what drafts of the next order must promise; None: a trial
@@ -68,11 +74,13 @@ class WorkerDrafting(Drafting):
         state = self.slots
         known = state.num_tokens[slots].astype(np.int64)
         counts = self._counts(slots, samples & ~state.masked[slots], known)
+        self._begin_order()
         for i in np.flatnonzero(counts).tolist():
-            if not self._blocks.extend(int(slots[i]), int(known[i] + counts[i] - 1)):
+            if not self._room(int(slots[i]), int(known[i] + counts[i] - 1)):
                 self._drop(int(slots[i]))
                 counts[i] = 0
         chosen = counts > 0
+        self._last_order[slots[chosen]] = self._orders
         behind = self._behind(slots, known)[chosen].sum()
         self._made[slots[samples]] = counts[samples]
         self._follows[slots[samples]] = chosen[samples]
@@ -81,6 +89,45 @@ class WorkerDrafting(Drafting):
             return None
         updates = self._blocks.take_updates()
         return DraftOrder(counts.astype(np.int32), updates, int(behind), thresholds=self._thresholds())
+
+    def _begin_order(self) -> None:
+        """Another step's order; what nobody has drafted in for long is given back."""
+        self._orders += 1
+        if self._orders % _UNUSED == 0:
+            for slot in np.flatnonzero(self._last_order <= self._orders - _UNUSED).tolist():
+                if self._blocks.held_by(slot):
+                    self._drop(slot)
+
+    def _room(self, slot: int, num_tokens: int) -> bool:
+        """Give a slot blocks for so many tokens if that leaves every running request its next ones."""
+        blocks = self._blocks
+        if not blocks.held_by(slot) and self._orders < self._resumes:
+            return False
+        if blocks.extend(slot, num_tokens, len(self.slots.running)):
+            return True
+        self._resumes = self._orders + _PAUSE
+        return False
+
+    def give_back(self, count: int, may_draft: bool = False) -> int:
+        """See `Drafting`. Who has not been drafted for the longest gives first, then the newest request."""
+        blocks, freed = self._blocks, 0
+        if count <= 0 or not blocks.num_held:
+            return 0
+        keep = blocks.kept if may_draft else 0
+        holders = [slot for slot in self.slots.running[::-1].tolist() if blocks.held_by(slot)]
+        for slot in sorted(holders, key=lambda slot: int(self._last_order[slot])):
+            idle = self._last_order[slot] <= self._orders - _IDLE
+            if freed >= count or (blocks.num_held <= keep and not idle):
+                break
+            freed += blocks.held_by(slot)
+            self._give_up(slot)
+        if freed:
+            self._resumes = self._orders + _PAUSE
+        return freed
+
+    def _give_up(self, slot: int) -> None:
+        """A slot's blocks are needed elsewhere."""
+        self._drop(slot)
 
     def _thresholds(self) -> tuple[float, float] | None:
         """Of the order that is being made."""
@@ -201,12 +248,14 @@ class WorkerDrafting(Drafting):
     def _drop(self, slot: int) -> None:
         self._blocks.release(slot)
         self._valid[slot] = 0
+        self._follows[slot] = False
 
     def enter(self, request: Request) -> None:
         """See `Drafting`."""
         super().enter(request)
         self._made[request.slot] = 0
         self._follows[request.slot] = False
+        self._last_order[request.slot] = self._orders
 
     def leave(self, request: Request) -> None:
         """See `Drafting`."""

@@ -450,11 +450,12 @@ class KVManager:
 
     # ---- checks ---------------------------------------------------------------------------------
 
-    def check(self, running: Items[tuple[Sequence, int]]) -> None:
+    def check(self, running: Items[tuple[Sequence, int]], others: Items[list[int]] = ()) -> None:
         """Verify tables and pool (for tests).
 
         Args:
             running: every request that holds blocks, with the number of tokens that are scheduled.
+            others: blocks that are held beside their tables.
 
         Raises:
             AssertionError: naming the first violation.
@@ -467,6 +468,7 @@ class KVManager:
                 most = 0 if window is None else blocks_passed(num_computed, window, self.block_size)
                 assert passed <= most, "a block was freed that a row will read"
         tables = [blocks for seq, _ in running for blocks in seq.held()]
+        tables += others
         if self.offloading is not None:
             self.offloading.check()
             tables += self.offloading.held_blocks()

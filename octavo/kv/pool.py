@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from octavo.kv.residency import Residency
 
+_LOOKED_AT = 1024  # free blocks, in search of some that lie side by side
+
 
 class BlockPool:
     """Reference-counted block ids `0 .. num_blocks - 1`, shared by all KV groups.
@@ -65,6 +67,41 @@ class BlockPool:
         self.num_free -= count
         self.residency.allocated(blocks)
         return blocks
+
+    def lend(self, count: int, with_keys: bool) -> int | None:
+        """Take `count` free blocks side by side, the first a multiple of that, each with one reference.
+
+        Of those found first in the order of reuse. Keys that they carry are lost, in other tiers too unless
+        a copy is there: what takes the blocks writes in them before a copy that begins now could read.
+
+        Args:
+            with_keys: whether they may carry any.
+
+        Returns:
+            The first one; None: there are none.
+        """
+        block = self._next[self.num_blocks]
+        for _ in range(_LOOKED_AT):
+            if block == self.num_blocks or (self._keys[block] is not None and not with_keys):
+                return None
+            first = block - block % count
+            run = range(first, first + count)
+            if run.stop <= self.num_blocks and not any(self._refs[b] for b in run):
+                if with_keys or all(self._keys[b] is None for b in run):
+                    self._lend(run)
+                    return first
+            block = self._next[block]
+        return None
+
+    def _lend(self, run: range) -> None:
+        for block in run:
+            self._unlink(block)
+            self._refs[block] = 1
+            if self._keys[block] is not None:
+                self.evictions += 1
+                self.residency.evicted(block)
+                self.forget(block)
+        self.residency.allocated(run)
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to blocks that were found by key (or are held already)."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.kv.capacity import blocks_of
+from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
 
-# Of the KV cache's memory: what a draft's blocks take at most if one request's fit into that, and else.
-_DRAFT_SHARE = 0.15
-_MOST_DRAFT_SHARE = 0.5
 _SAMPLING_BYTES = 4 * 12  # a request's settings: `octavo.sampling.state`
 
 
@@ -54,25 +52,17 @@ def affordable_blocks(groups: Sequence[KVGroup], num_bytes: int, most: int) -> i
     return blocks if blocks >= len(groups) else 0
 
 
-def draft_blocks(
-    groups: Sequence[KVGroup], num_bytes: int, max_num_seqs: int, max_model_len: int, most_drafts: int
+def useful_draft_pages(
+    groups: Sequence[KVGroup], draft_groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Blocks for a draft model's KV, out of `num_bytes` for the target's and its own; 0: there is no room.
-
-    As many as all requests could use, but no larger a part than they are worth where memory is short: drafts
-    pay with few requests, so a text's length for each of a few is enough.
+    """Pages of the target's pool beyond `useful_blocks` that a draft model's KV can use.
 
     Args:
-        groups: the draft's.
-        max_model_len: tokens of the longest text that it drafts for.
-        most_drafts: tokens drafted in a step.
+        max_model_len: tokens of the longest text, with its drafts.
     """
-    one = blocks_of(max_model_len + most_drafts, groups[0].format.block_size) * len(groups)
-    page = page_bytes(groups)
-    affordable = max(
-        int(_DRAFT_SHARE * num_bytes) // page, min(one, int(_MOST_DRAFT_SHARE * num_bytes) // page)
-    )
-    return min(affordable, max_num_seqs * one) if affordable >= len(groups) else 0
+    columns = blocks_of(max_model_len, draft_groups[0].format.block_size)
+    pages = draft_pages(groups, draft_groups, useful_blocks(groups, max_num_seqs, max_model_len))
+    return max_num_seqs * pages.pages_for(columns * len(draft_groups)) if pages.blocks else 0
 
 
 def draft_table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int, max_rows: int) -> int:

@@ -10,6 +10,8 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kv.capacity import blocks_of
+from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers, page_bytes, stage_groups
 from octavo.models.config import ModelConfig
@@ -110,18 +112,14 @@ class DraftPlan:
         name: what the user called it.
         weights: its bytes by type and by part.
         groups: its KV groups.
-        num_blocks: of its KV cache, which is a part of the ledger's; 0: there is no room for it.
+        request_bytes: of the KV cache, that a request of the planned length takes for it while it is drafted
+            for; 0: there is no room.
     """
 
     name: str
     weights: WeightBytes
     groups: list[KVGroup]
-    num_blocks: int = 0
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of its KV cache."""
-        return self.num_blocks * page_bytes(self.groups)
+    request_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Plan:
             bandwidth; None where that is not known.
         lacking: bytes that are lacking before there is any KV cache.
         problem: why it does not fit, in one line; None: it does.
-        draft: the draft model's part of weights, KV cache and tables, if there is one.
+        draft: the draft model's part of weights, tables and KV cache, if there is one.
     """
 
     machine: Machine
@@ -244,18 +242,17 @@ class Planner:
         step = step_bytes(self.model, rows, requests, itemsize, layout.tensor, whole_experts)
         free = machine.total - machine.other - held["weights"]
         kv, reserved = self._kv_bytes(config, machine, free, tables + step)
-        whole_kv = kv
-        if draft is not None:
-            draft = self._with_blocks(draft, config, kv, wanted)
-            kv -= draft.kv_bytes
         most = budget.useful_blocks(groups, config.max_num_seqs, wanted)
+        if draft is not None and config.speculative is not None:
+            length = wanted + config.speculative.num_speculative_tokens
+            most += budget.useful_draft_pages(groups, draft.groups, config.max_num_seqs, length)
         blocks = budget.affordable_blocks(groups, kv, most)
         limit = self.model.context_length
         fit = kv_fit(groups, blocks, request_len or wanted, limit)
         held |= {
             "tables": tables,
             "activations": max(step, reserved - tables),
-            "kv_cache": blocks * page_bytes(groups) + (draft.kv_bytes if draft else 0),
+            "kv_cache": blocks * page_bytes(groups),
         }
         if not config.enforce_eager:
             held["graphs"] = self._recorded_bytes(machine, config, itemsize, layout.tensor)
@@ -263,11 +260,13 @@ class Planner:
         if config.swap_space:
             held["host_cache"] = int(config.swap_space * budget.GIB)
         problem = _problem(config, held["weights"], free, kv, groups, fit, wanted)
-        if problem is None and draft is not None and not draft.num_blocks:
-            problem = (
-                f"the KV cache of {gib(whole_kv)} has no room for that of the draft model {draft.name}, of "
-                f"which one block needs {gib(page_bytes(draft.groups))}"
-            )
+        if draft is not None:
+            draft = _with_room(draft, groups, blocks, fit.request_len)
+            if problem is None and not draft.request_bytes:
+                problem = (
+                    f"the KV cache of {gib(kv)} has no room for that of the draft model {draft.name}, of "
+                    f"which one block needs {gib(page_bytes(draft.groups))}"
+                )
         bandwidth = machine.card.bandwidth if machine.card is not None else None
         return Plan(
             machine=machine,
@@ -287,7 +286,7 @@ class Planner:
         )
 
     def _draft(self, config: EngineConfig, dtype: str, machine: Machine, wanted: int) -> DraftPlan | None:
-        """The draft model that the settings name, still without KV blocks. Every rank holds it whole."""
+        """The draft model that the settings name, still without room for KV. Every rank holds it whole."""
         speculative = config.speculative
         if speculative is None or speculative.model is None:
             return None
@@ -314,14 +313,6 @@ class Planner:
             shapes = planner._build(own, dtype, min(wanted, planner.model.context_length), 1)
             weights = planner._weights(shapes, own, quantization, dtype, machine.device)
         return DraftPlan(planner.source.name, weights, shapes.kv_groups())
-
-    def _with_blocks(self, draft: DraftPlan, config: EngineConfig, kv: int, wanted: int) -> DraftPlan:
-        """The same with its share of `kv` bytes."""
-        assert config.speculative is not None and self._draft_planner is not None
-        length = min(wanted, self._draft_planner.model.context_length)
-        most = config.speculative.num_speculative_tokens
-        blocks = budget.draft_blocks(draft.groups, max(0, kv), config.max_num_seqs, length, most)
-        return replace(draft, num_blocks=blocks)
 
     def _length(self, config: EngineConfig) -> int:
         """The context to build for, as the worker chooses it."""
@@ -400,6 +391,15 @@ class Planner:
         logits = sum(sizes) * self.model.vocab_size * itemsize
         step = step_bytes(self.model, sizes[-1], 0, itemsize, ranks, config.enable_expert_parallel)
         return logits + step + len(sizes) * _GRAPH
+
+
+def _with_room(draft: DraftPlan, groups: list[KVGroup], num_blocks: int, request_len: int) -> DraftPlan:
+    """The same with what a request of so many tokens takes for it of a pool of so many blocks."""
+    pages = draft_pages(groups, draft.groups, num_blocks)
+    if not pages.blocks or num_blocks < len(groups) + pages.run:
+        return draft
+    blocks = blocks_of(request_len, draft.groups[0].format.block_size) * len(draft.groups)
+    return replace(draft, request_bytes=pages.pages_for(blocks) * page_bytes(groups))
 
 
 def _stage_bounds(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
+from octavo.kv.draft_pages import DraftPages, draft_pages
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
 from octavo.models.config import ModelConfig
@@ -16,7 +18,6 @@ from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
-from octavo.planning.budget import draft_blocks
 from octavo.speculative_config import SpeculativeConfig
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker.device import DTYPES, choose_quantization
@@ -43,19 +44,20 @@ class LoadedDraft:
     name: str
     mask_token: int | None = None
 
-    def num_blocks(self, kv_bytes: int, max_num_seqs: int, most_drafts: int) -> int:
-        """Blocks for the draft's KV, of `kv_bytes` in all: `octavo.planning.budget.draft_blocks`.
+    def pages(self, groups: Sequence[KVGroup], num_pages: int) -> DraftPages:
+        """How the draft's blocks lie in pages of the target's pool.
 
         Raises:
-            ConfigError: not one request's fit.
+            ConfigError: the pool is too small for any.
         """
-        blocks = draft_blocks(self.groups, kv_bytes, max_num_seqs, self.max_model_len, most_drafts)
-        if not blocks:
+        pages = draft_pages(groups, self.groups, num_pages)
+        if not pages.blocks or num_pages < len(groups) + pages.run:
             raise ConfigError(
-                f"the KV cache of {kv_bytes} bytes has no room for that of the draft model {self.name}, of "
-                f"which one block needs {page_bytes(self.groups)}: give the cache more memory"
+                f"the KV cache of {num_pages * page_bytes(groups)} bytes has no room for that of the draft "
+                f"model {self.name}, of which one block needs {page_bytes(self.groups)}: give the cache more "
+                "memory"
             )
-        return blocks
+        return pages
 
 
 def load_draft(

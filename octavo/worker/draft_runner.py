@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.batch_ops import batch_kernels
+from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan
 from octavo.speculative.confidence import Drafted
@@ -34,14 +35,14 @@ class DraftRunner(DraftTables):
         self,
         model: Any,
         groups: list[KVGroup],
-        num_blocks: int,
+        pages: DraftPages,
         runner: ModelRunner,
         *,
         max_rows: int,
         records: bool,
         **sizes: int,
     ):
-        super().__init__(groups, num_blocks, runner, max_rows=max_rows, **sizes)
+        super().__init__(groups, pages, runner, max_rows=max_rows, **sizes)
         self._model, self.max_rows = model, max_rows
         self.recorded = RecordedSteps(model, self.kv_caches) if records else None
 
@@ -105,7 +106,7 @@ class DraftModelDrafter:
 def attach_draft(
     runner: ModelRunner,
     draft: LoadedDraft,
-    num_blocks: int,
+    pages: DraftPages,
     most_drafts: int,
     records_passes: bool = False,
     **sizes: Any,
@@ -115,11 +116,14 @@ def attach_draft(
     mask = draft.mask_token
     if mask is not None:  # a request's pass, up to as many rows for new tokens as for masks, is never cut
         sizes["max_rows"] = max(sizes["max_rows"], 2 * most_drafts)
-    forward = DraftRunner(draft.model, draft.groups, num_blocks, runner, **sizes)
+    forward = DraftRunner(draft.model, draft.groups, pages, runner, **sizes)
     append = batch_kernels(runner.device.type).append_tokens
     parts = (forward, runner.verifier.sampler, runner.batch.token_table, append)
     drafter = DraftModel(*parts) if mask is None else Pard(*parts, mask_token=mask)
-    if records_passes:
+    # A recorded pass of masks may read behind what is written, for weights of 0. In pages that had the
+    # target's KV, codes of 8 bits may be no numbers there; those of a cache of the draft's own dtype are finite.
+    finite = mask is None or runner.kv_caches[0].dtype is forward.kv_caches[0].dtype
+    if records_passes and finite:
         assert runner.graphs is not None
         passes = DraftPasses(forward, runner.verifier.sampler, runner.graphs.recorder)
         drafter.recorded = DraftGraphs(draft.model, forward, passes)

@@ -1,4 +1,4 @@
-"""Tables and KV cache of what drafts beside a target, over the target's token table."""
+"""Tables and KV cache of what drafts beside a target, over the target's token table and memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.messages import BlockUpdate, StepPlan
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.kv_cache import allocate_caches
+from octavo.worker.kv_cache import draft_caches
 from octavo.worker.model_runner import ModelRunner
 
 
@@ -26,7 +27,7 @@ class DraftTables:
     def __init__(
         self,
         groups: Sequence[KVGroup],
-        num_blocks: int,
+        pages: DraftPages,
         runner: ModelRunner,
         *,
         max_num_seqs: int,
@@ -36,13 +37,13 @@ class DraftTables:
         """
         Args:
             groups: the drafting model's.
-            num_blocks: of its own pool.
+            pages: how its blocks lie in the target's pages.
             runner: the target's.
             max_num_seqs, max_model_len, max_rows: as `InputBatch` takes them.
         """
         self.batch = InputBatch(max_num_seqs, max_model_len, max_rows, list(groups), runner.device)
         self.batch.token_table = runner.batch.token_table
-        self.kv_caches = allocate_caches(groups, num_blocks, runner.device)
+        self.kv_caches = draft_caches(runner.kv_caches, groups, pages)
         self.vocab_size = runner.vocab_size
 
     def enter_blocks(self, updates: list[BlockUpdate]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.batch_ops import batch_kernels
+from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.messages import DraftOrder, StepPlan
 from octavo.models.eagle3 import Eagle3Head
@@ -28,9 +29,9 @@ class HeadRunner(DraftTables):
     """
 
     def __init__(
-        self, head: Eagle3Head, groups: list[KVGroup], num_blocks: int, runner: ModelRunner, **sizes: int
+        self, head: Eagle3Head, groups: list[KVGroup], pages: DraftPages, runner: ModelRunner, **sizes: int
     ):
-        super().__init__(groups, num_blocks, runner, **sizes)
+        super().__init__(groups, pages, runner, **sizes)
         self._head = head
 
     def combine(self, states: list[torch.Tensor]) -> torch.Tensor:
@@ -140,13 +141,13 @@ def attach_head(
     runner: ModelRunner,
     head: Any,
     groups: list[KVGroup],
-    num_blocks: int,
+    pages: DraftPages,
     records_passes: bool = False,
     **sizes: int,
 ) -> HeadRunner:
     """Let a loaded head draft after a runner's steps, by recorded passes or eagerly; `sizes` as `HeadRunner`
     takes them."""
-    forward = HeadRunner(head, groups, num_blocks, runner, **sizes)
+    forward = HeadRunner(head, groups, pages, runner, **sizes)
     append = batch_kernels(runner.device.type).append_tokens
     eagle = Eagle3(forward, runner.verifier.sampler, runner.batch.token_table, append)
     graphs = None

@@ -19,6 +19,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError, RequestError
 from octavo.kernels.cpu import ops as cpu_kernels
 from octavo.kv.capacity import token_capacity
+from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
 from octavo.kv.keys import root_key
@@ -36,7 +37,7 @@ from octavo.models.pooling_config import pooling_settings
 from octavo.models.stage import StagePart, stage_part
 from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
-from octavo.planning.budget import useful_blocks, with_slack
+from octavo.planning.budget import useful_blocks, useful_draft_pages, with_slack
 from octavo.planning.ledger import Ledger
 from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.local_hardware import hardware_of
@@ -84,6 +85,7 @@ class Worker:
     tiers: KVTiers | None = None
     draft: LoadedDraft | None = None
     draft_runner: DraftRunner | HeadRunner | None = None
+    _draft_pages: DraftPages | None = None  # once the cache's size is known
     _parked: ParkedTensors | None = None  # the weights, while a GPU's engine sleeps
     _prefill_rate = 0.0  # tokens per second; measured if there is a host tier
 
@@ -400,15 +402,12 @@ class Worker:
         config = self.config
         self._activations = self._profile(wanted) if self.device.type == "cuda" else 0
         budget = kv_budget(config, self.device, self._activations, config.num_ranks)
-        draft_blocks = 0
+        useful = useful_blocks(self.groups, config.max_num_seqs, wanted)
         if self.draft is not None and config.speculative is not None:
             most = config.speculative.num_speculative_tokens
-            draft_blocks = self.draft.num_blocks(budget.num_bytes, config.max_num_seqs, most)
-            draft_blocks = self._minimum(draft_blocks)
-            taken = draft_blocks * page_bytes(self.draft.groups)
-            budget = replace(budget, num_bytes=budget.num_bytes - taken)
-        useful = useful_blocks(self.groups, config.max_num_seqs, wanted)
+            useful += useful_draft_pages(self.groups, self.draft.groups, config.max_num_seqs, wanted + most)
         blocks = self._minimum(num_blocks(budget, self.groups, useful))
+        self._draft_pages = None if self.draft is None else self.draft.pages(self.groups, blocks)
         length = wanted
         capacity = token_capacity(self.groups, blocks, wanted)
         if capacity < wanted:
@@ -434,27 +433,27 @@ class Worker:
             summary={},
             pooling_type=None if self.pooling is None else self.pooling.pooling_type,
             draft_groups=[] if self.draft is None else self.draft.groups,
-            num_draft_blocks=draft_blocks,
             draft_max_model_len=0 if self.draft is None else self.draft.max_model_len,
         )
         self.runner = self._make_runner(blocks, length)
         if self.draft is not None:
             assert isinstance(self.runner, ModelRunner)
-            self.draft_runner = self._attach_draft(self.draft, draft_blocks, length)
+            self.draft_runner = self._attach_draft(self.draft, length)
         if config.swap_space:
             self.tiers = self._make_tiers()
 
-    def _attach_draft(self, draft: LoadedDraft, blocks: int, length: int) -> DraftRunner | HeadRunner:
+    def _attach_draft(self, draft: LoadedDraft, length: int) -> DraftRunner | HeadRunner:
         """Let what drafts follow the runner's steps."""
-        assert isinstance(self.runner, ModelRunner)
+        pages = self._draft_pages
+        assert isinstance(self.runner, ModelRunner) and pages is not None
         requests, rows = self.config.max_num_seqs, self.max_num_batched_tokens
         sizes: dict[str, Any] = dict(max_num_seqs=requests, max_model_len=length, max_rows=rows)
         sizes["records_passes"] = self.runner.graphs is not None and self._recordable(draft.model, "drafts")
         if isinstance(draft.model, Eagle3Head):
-            return attach_head(self.runner, draft.model, draft.groups, blocks, **sizes)
+            return attach_head(self.runner, draft.model, draft.groups, pages, **sizes)
         assert self.config.speculative is not None
         most, records = self.config.speculative.num_speculative_tokens, self._records_steps()
-        return attach_draft(self.runner, draft, blocks, most, **sizes, records=records)
+        return attach_draft(self.runner, draft, pages, most, **sizes, records=records)
 
     def _make_tiers(self) -> KVTiers:
         """Allocate the host tier; its size and what its copies compete with enter the facts."""
@@ -486,7 +485,7 @@ class Worker:
         return measured_ledger(self.model, caches, tables, self.device, self._activations, host, draft)
 
     def _make_runner(self, blocks: int, length: int) -> ModelRunner | StageRunner | PoolingRunner:
-        caches = allocate_caches(self.groups, blocks, self.device)
+        caches = allocate_caches(self.groups, blocks, self.device, self._draft_pages)
         sizes: dict[str, Any] = dict(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=length,

@@ -64,7 +64,8 @@ def test_a_draft_model_is_planned_with_its_target(capsys):
     assert alone["draft"] is None and told["draft"]["model"] == draft
     more = told["memory_bytes"]["weights"] - alone["memory_bytes"]["weights"]
     assert told["draft"]["weights_bytes"] == more > 0
-    assert told["draft"]["num_blocks"] > 0 and told["draft"]["kv_cache_bytes"] > 0
+    assert told["draft"]["kv_cache_bytes_per_request"] > 0
+    assert told["kv"]["bytes_per_token"] == alone["kv"]["bytes_per_token"]
     assert main(["plan", *argv]) == 0
     assert f"draft model     {draft}, of the above weights " in capsys.readouterr().out
 

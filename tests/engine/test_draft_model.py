@@ -44,7 +44,7 @@ def test_greedy_equals_transformers(variant: str, draft: str, overlap: bool):
     "settings",
     [
         dict(max_num_batched_tokens=7),
-        dict(kv_cache_memory_bytes=640 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
         dict(enable_prefix_caching=False, enforce_eager=True),
         dict(kv_cache_dtype="int8"),
     ],

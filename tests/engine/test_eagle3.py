@@ -83,7 +83,7 @@ def test_drafts_equal_the_plain_implementation(head: str, overlap: bool, monkeyp
     "settings",
     [
         dict(max_num_batched_tokens=7),
-        dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
         dict(enforce_eager=True, enable_prefix_caching=False),
     ],
 )

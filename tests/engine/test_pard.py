@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.engine import worker_drafting
 from octavo.errors import ConfigError
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.speculative.pard import Pard
@@ -72,7 +73,7 @@ def test_drafts_equal_the_plain_definition(
 # Requests are preempted where memory is short.
 SETTINGS: list[dict[str, Any]] = [
     dict(max_num_batched_tokens=7),
-    dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+    dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
     dict(enforce_eager=True, enable_prefix_caching=False),
     dict(attention_backend="torch", block_size=32),
 ]
@@ -203,14 +204,15 @@ def test_a_slot_whose_blocks_were_taken_back_begins_anew(method: str, monkeypatc
     refused = [0]
     extend, release = DraftBlocks.extend, DraftBlocks.release
 
-    def short(blocks: DraftBlocks, slot: int, num_tokens: int) -> bool:
+    def short(blocks: DraftBlocks, slot: int, num_tokens: int, num_running: int) -> bool:
         refused[0] += 1
-        return refused[0] % 6 != 0 and extend(blocks, slot, num_tokens)
+        return refused[0] % 6 != 0 and extend(blocks, slot, num_tokens, num_running)
 
     def shuffled(blocks: DraftBlocks, slot: int) -> None:
         release(blocks, slot)
-        blocks._free.reverse()  # so that it gets others the next time
+        blocks._pool.release(blocks._pool.allocate(5)[::-1])  # so that it gets others the next time
 
+    monkeypatch.setattr(worker_drafting, "_PAUSE", 0)
     monkeypatch.setattr(DraftBlocks, "extend", short)
     monkeypatch.setattr(DraftBlocks, "release", shuffled)
     config = {"method": method, "model": str(pard.checkpoint("llama")), "num_speculative_tokens": 1}

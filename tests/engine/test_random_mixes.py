@@ -117,23 +117,23 @@ def _engine(draw: random.Random, num_blocks: int, block_size: int, stages: int) 
     host_blocks = draw.choice([0, 0, 1, 5, 20, 200])
     disk = host_blocks > 0 and config.enable_prefix_caching and draw.random() < 0.5
     executor = Reporting(config, blocks, 60, windows, host_blocks, disk)
-    _disturb(draw, executor)
-    if draw.random() < 0.3:
-        executor.failures = frozenset(draw.sample(range(60), 3))
-        executor.late_failures = frozenset(draw.sample(range(60), 3))
+    disturb(draw, executor)
     core = EngineCore(config, executor)
     if speculative:
         sim.draft(core, sim.Guesser(draw.choice([0.0, 0.5, 0.95]), draw.randrange(1000)))
     return core
 
 
-def _disturb(draw: random.Random, executor: Reporting) -> None:
-    """Copies, reads and writes that take some steps, and some that fail."""
+def disturb(draw: random.Random, executor: Reporting) -> None:
+    """Copies, reads and writes that take some steps, and some that fail, as steps may, too."""
     most, rate = draw.choice([0, 1, 4]), draw.choice([0, 0, 0.2])
     for tier in (executor.host, executor.disk):
         if tier is not None:
             tier.delay = lambda: draw.randint(0, most)
             tier.fails = lambda: draw.random() < rate
+    if draw.random() < 0.3:
+        executor.failures = frozenset(draw.sample(range(60), 3))
+        executor.late_failures = frozenset(draw.sample(range(60), 3))
 
 
 def _request(draw: random.Random, name: str, stem: list[int], room: int) -> CoreRequest:
@@ -156,7 +156,11 @@ def _request(draw: random.Random, name: str, stem: list[int], room: int) -> Core
 def test_random_mix(seed):
     draw = random.Random(seed)
     block_size, num_blocks = draw.choice([8, 16]), draw.choice([3, 4, 6, 10])
-    core = _engine(draw, num_blocks, block_size, stages=1 if seed < 60 else 2 + seed % 3)
+    check_mix(draw, _engine(draw, num_blocks, block_size, stages=1 if seed < 60 else 2 + seed % 3))
+
+
+def check_mix(draw: random.Random, core: EngineCore) -> None:
+    """Run a random mix of requests, aborts and resets, and check all that comes of it."""
     stems = [draw.choices(range(sim.VOCAB), k=60) for _ in range(2)]
     requests: dict[str, CoreRequest] = {}
     outputs: dict[str, list[CoreOutput]] = defaultdict(list)

@@ -36,9 +36,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one step after another": dict(async_scheduling=False),
     "overlapping steps": dict(async_scheduling=True),
     "chunks": dict(max_num_batched_tokens=9),
-    "preemption": dict(kv_cache_memory_bytes=260 << 10, block_size=8, look_ahead_admission=False),
+    "preemption": dict(kv_cache_memory_bytes=440 << 10, block_size=8, look_ahead_admission=False),
     "swap": dict(
-        kv_cache_memory_bytes=260 << 10, block_size=8, look_ahead_admission=False, swap_space=0.01,
+        kv_cache_memory_bytes=440 << 10, block_size=8, look_ahead_admission=False, swap_space=0.01,
         async_scheduling=True,
     ),
     "no prefix cache": dict(enable_prefix_caching=False, enforce_eager=True),

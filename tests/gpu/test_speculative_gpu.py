@@ -114,7 +114,7 @@ def test_as_many_drafts_stand_as_of_those_made_eagerly(method: str, draws: bool)
     "settings",
     [
         dict(max_num_batched_tokens=7),
-        dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
         dict(adaptive=True),
         dict(async_scheduling=False),
     ],

@@ -38,6 +38,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.append(table)
         return table
 
+    @rule(target=tables, count=st.sampled_from([1, 2, 3, 4]), with_keys=st.booleans())
+    def lend(self, count, with_keys):
+        known = set(self.pool.cached())
+        first = self.pool.lend(count, with_keys)
+        if first is None:
+            return []
+        run = list(range(first, first + count))
+        assert first % count == 0 and run[-1] < BLOCKS
+        assert not set(run) & {block for table in self.held for block in table}
+        assert with_keys or not set(run) & {block for block, _ in known}
+        for block in run:
+            self.generation += 1
+            self.contents[block] = self.generation
+        self.held.append(run)
+        return run
+
     @rule(table=consumes(tables))
     def release(self, table):
         if table in self.held:

@@ -85,7 +85,7 @@ class ThreadRanksExecutor(Executor):
         workers = results([rank.loading for rank in self.ranks])
         self.facts = workers[-tensor].facts
         for worker in workers:
-            for name in ("num_blocks", "cache_root", "groups", "num_draft_blocks", "num_host_blocks"):
+            for name in ("num_blocks", "cache_root", "groups", "num_host_blocks"):
                 assert getattr(worker.facts, name) == getattr(self.facts, name), name
 
     def execute(self, plan: StepPlan) -> _Step:

@@ -12,7 +12,9 @@ import pytest
 from octavo.engine.draft_stops import DraftStops
 from octavo.engine.worker_drafting import WorkerDrafting
 from octavo.kv.draft_blocks import DraftBlocks
+from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVFormat, KVGroup
+from octavo.kv.pool import BlockPool
 from octavo.messages import CoreStats, StepResult
 
 MOST, STEPS = 8, 2500
@@ -30,9 +32,10 @@ def rate(sure: Any, learns: bool, worth: float = 1.0) -> tuple[float, float]:
     slots = SimpleNamespace(
         num_tokens=np.array([100]), num_known=np.array([100]), max_total=np.array([1 << 30]),
         num_drafts=np.zeros(1, np.int32), masked=np.zeros(1, bool), in_doubt=np.zeros(1, np.int64),
-        on_enter=[], on_leave=[],
+        on_enter=[], on_leave=[], running=np.zeros(1, np.int64),
     )  # fmt: skip
-    blocks = DraftBlocks([KVGroup("full", (0,), KVFormat("float32", 16, 1, 1))], 1 << 14, 1)
+    groups = [KVGroup("full", (0,), KVFormat("float32", 16, 1, 1))]
+    blocks = DraftBlocks(groups, draft_pages(groups, groups, 1 << 14), BlockPool(1 << 14), 1)
     stops = DraftStops(1, MOST, None) if learns else None
     bounds: Any = (blocks, slots, MOST, True, 64, 64, 1 << 29, stops)
     drafting = WorkerDrafting(*bounds)

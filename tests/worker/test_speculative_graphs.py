@@ -75,7 +75,7 @@ def test_drafts_of_a_head_equal_the_plain_implementation(
     "settings",
     [
         dict(max_num_batched_tokens=7),
-        dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
     ],
 )
 @pytest.mark.parametrize("method", WORKER)

@@ -63,6 +63,11 @@ _SPECULATION = (
     ("spec_decode_num_drafts", "Drafts that were verified.", "spec_drafts"),
     ("spec_decode_num_draft_tokens", "Tokens of these drafts.", "spec_draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Tokens of them that were accepted.", "spec_accepted_tokens"),
+    (
+        "kv_draft_blocks_given_back",
+        "KV blocks that drafts gave back because blocks were short.",
+        "draft_blocks_given_back",
+    ),
 )
 
 _PIPELINE = (
@@ -192,6 +197,7 @@ class CoreMetrics:
             )
         if not stats.spec_drafts:
             return
+        yield self._namer.gauge("kv_draft_blocks", "KV blocks that hold drafts' KV.", stats.draft_blocks)
         for name, text, field in _SPECULATION:
             yield self._namer.counter(name, text, getattr(stats, field))
         yield self._namer.counters(
