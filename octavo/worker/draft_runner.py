@@ -121,7 +121,7 @@ def attach_draft(
     parts = (forward, runner.verifier.sampler, runner.batch.token_table, append)
     drafter = DraftModel(*parts) if mask is None else Pard(*parts, mask_token=mask)
     # A recorded pass of masks may read behind what is written, for weights of 0. In pages that had the
-    # target's KV, codes of 8 bits may be no numbers there; those of a cache of the draft's own dtype are finite.
+    # target's KV, codes of 8 bits may be no numbers there; those of a cache of the draft's dtype are finite.
     finite = mask is None or runner.kv_caches[0].dtype is forward.kv_caches[0].dtype
     if records_passes and finite:
         assert runner.graphs is not None
