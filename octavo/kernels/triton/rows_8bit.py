@@ -25,21 +25,45 @@ def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
+# Whether a device's own conversions can be used, which Triton's interpreter does in another way.
+_NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def quotient(x, scale):
+    """`x / scale`, rounded as IEEE 754 says, where both are float32 and the quotient is no subnormal number.
+
+    A product with the scale's reciprocal, and its remainder's (Markstein, IBM J. Res. Dev. 34, 1990): without
+    the branches for numbers that are out of range.
+    """
+    if _NATIVE:
+        inverse = tl.math.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        near = x * inverse
+        return tl.fma(tl.fma(-near, scale, x), inverse, near)
+    else:
+        return tl.math.div_rn(x, scale)
+
+
 @triton.jit
 def round_e4m3(y):
     """The numbers of E4M3 nearest to `y` (even where two are), in float32, saturated at 448; NaN stays."""
-    size = tl.minimum(tl.abs(y), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of the mantissa stay
-    # Below the smallest normal number, 2^-6, all are multiples of 2^-9: the last place of 2^14.
-    near = tl.where(size < 0.015625, (size + 16384.0) - 16384.0, bits.to(tl.float32, bitcast=True))
-    return tl.where(y != y, y, tl.where(y < 0, -near, near))
+    if _NATIVE:
+        return y.to(tl.float8e4nv).to(tl.float32)
+    else:
+        size = tl.minimum(tl.abs(y), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of the mantissa stay
+        # Below the smallest normal number, 2^-6, all are multiples of 2^-9: the last place of 2^14.
+        near = tl.where(size < 0.015625, (size + 16384.0) - 16384.0, bits.to(tl.float32, bitcast=True))
+        return tl.where(y != y, y, tl.where(y < 0, -near, near))
 
 
 @triton.jit
-def _round_int8(y, least):
-    y = tl.where(y != y, 0.0, y)
-    return tl.minimum(tl.maximum((tl.minimum(tl.maximum(y, -1e6), 1e6) + _ROUND) - _ROUND, least), 127.0)
+def _round_int8(y, GIVEN: tl.constexpr):
+    if GIVEN:  # else no number is beyond 127, nor a NaN with a scale that is none
+        y = tl.where(y != y, 0.0, y)
+        y = tl.minimum(tl.maximum(y, -128.0), 127.0)
+    return (y + _ROUND) - _ROUND
 
 
 @triton.jit
@@ -60,11 +84,11 @@ def given_or_scale_of(x, given_ptr, GIVEN: tl.constexpr, IS_FP8: tl.constexpr):
 @triton.jit
 def codes_of(x, scale, GIVEN: tl.constexpr, IS_FP8: tl.constexpr):
     """Codes (as float32) of `x` `[n]`, float32, by one scale, which was GIVEN or is `scale_of` them."""
-    y = tl.math.div_rn(x, tl.zeros_like(x) + scale)
+    y = quotient(x, tl.zeros_like(x) + scale)
     if IS_FP8:
         return round_e4m3(y)
     else:
-        return _round_int8(y, -128.0 if GIVEN else -127.0)
+        return _round_int8(y, GIVEN)
 
 
 @triton.jit
@@ -72,7 +96,7 @@ def group_codes(x, GROUP: tl.constexpr):
     """E4M3 codes (as float32) of a row's numbers `x` `[n]`, and the scales of its groups `[n / GROUP]`."""
     groups = tl.reshape(x, [x.shape[0] // GROUP, GROUP])
     scale = tl.math.div_rn(_larger(tl.reduce(tl.abs(groups), 1, _larger), 1e-10), 448.0)
-    y = tl.math.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
+    y = quotient(groups, tl.broadcast_to(scale[:, None], groups.shape))
     return tl.reshape(round_e4m3(y), x.shape), scale
 
 
