@@ -463,7 +463,9 @@ class StepResult:
         drafted: int32 `[n]`, how many tokens the workers drafted for each request after the step; -1: none
             were asked for. None: as many as were ordered, for an order without thresholds.
         products: float32 `[n, k]`, of each draft's probability and those before it, with `drafted`.
-        draft_seconds: that the workers took to draft after the step (0: they did not, or it isn't known).
+        draft_seconds: that the workers took to draft, and the step with it (0: they did not, or it isn't
+            known): after this step, or, beside the host, after the one before it.
+        draft_step: the step after which they did; -1: this one.
         stage_seconds: that the pipeline's stages took to compute the step, waiting apart, all of them
             together; a worker tells its own (0: there is one stage, or it isn't known).
         copies_failed: numbers of those whose host blocks could not be read or written; they touch no block
@@ -479,6 +481,7 @@ class StepResult:
     copies_done: list[int] = field(default_factory=list)
     copies_failed: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
+    draft_step: int = -1
     drafted: np.ndarray | None = None
     products: np.ndarray | None = None
     stage_seconds: float = 0.0

@@ -10,8 +10,8 @@ from octavo.engine.request import Request
 from octavo.engine.slots import Slots
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.messages import DraftOrder, StepPlan, StepResult
+from octavo.speculative.step_times import mean_of_late
 
-_FADE = 0.1
 PRIOR_COST = 0.3  # of a plain step, that making one draft for all takes, until that was measured
 _PRIOR_ROW = 0.02  # of that, that computing one token of a text in the draft's cache takes
 # Orders: for so many nobody gets a draft's first blocks after there were none, and a request that is not in
@@ -51,7 +51,9 @@ class WorkerDrafting(Drafting):
         self._valid = np.zeros(num_slots, np.int64)  # tokens that the draft's cache has, at least
         self._follows = np.zeros(num_slots, bool)  # it needs just the newest
         self._cost: np.ndarray = np.full(num_slots + 1, np.nan)  # seconds of one draft each, by requests
-        self._row_cost = np.nan  # seconds of one token of a text
+        self._cost_count = np.zeros(num_slots + 1, np.int64)
+        self._row_cost, self._row_count = np.nan, 0  # seconds of one token of a text
+        self._told: tuple[int, DraftOrder | None] = -1, None  # the last result's order, and its step
         self._orders = 0
         self._last_order = np.zeros(num_slots, np.int64)  # in which a slot's request was drafted for
         self._resumes = 0  # the order from which on first blocks are given
@@ -166,7 +168,7 @@ class WorkerDrafting(Drafting):
         rates = tokens / seconds
         best = int(rates.argmax())
         behind = self._behind(slots, known)
-        row_cost = _PRIOR_ROW * plain if np.isnan(self._row_cost) else self._row_cost
+        row_cost = _PRIOR_ROW * plain if self._row_count < 2 else self._row_cost
         if best:
             row = float(curve[best * n] - plain) / (best * n)
             run = float(self._drafting_seconds(n, np.array([best]), plain)[0]) / (best * n)
@@ -219,23 +221,27 @@ class WorkerDrafting(Drafting):
             counts: `[m]`, passes of the draft, or tokens drafted in one.
             plain: seconds of a step of n requests without drafts.
         """
-        known = np.flatnonzero(~np.isnan(self._cost))
+        known = np.flatnonzero(self._cost_count > 1)  # the first may have taken compiling and recording
         one = float(np.interp(n, known, self._cost[known])) if len(known) else PRIOR_COST * plain
         return counts * one
 
     def _took(self, counts: np.ndarray, seconds: float) -> None:
         """Drafting `counts` (int32 `[n]`) tokens, with no text to catch up with, took so long."""
         n, most = int((counts > 0).sum()), int(counts.max())
-        self._cost[n] = _mixed(self._cost[n], seconds / most)
+        self._cost_count[n] += 1
+        self._cost[n] = mean_of_late(float(self._cost[n]), seconds / most, int(self._cost_count[n]))
 
     def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `Drafting`."""
         super().timed(plan, result, seconds)
         order = plan.propose
+        if result.draft_step >= 0:
+            order = self._told[1] if self._told[0] == result.draft_step else None
+        self._told = plan.step_id, plan.propose
         if order is None or not result.draft_seconds or not order.counts.any():
             return
         passes = order.counts
-        if result.products is not None:
+        if result.products is not None and result.draft_step < 0:
             passes = (result.products > 0).sum(axis=1)
         if not order.catch_up:
             self._took(passes, result.draft_seconds)
@@ -243,7 +249,8 @@ class WorkerDrafting(Drafting):
         n, most = int((passes > 0).sum()), passes.max(keepdims=True).astype(np.int64)
         spent = result.draft_seconds - float(self._drafting_seconds(n, most, 0.0)[0])
         if spent > 0:
-            self._row_cost = _mixed(self._row_cost, spent / order.catch_up)
+            self._row_count += 1
+            self._row_cost = mean_of_late(self._row_cost, spent / order.catch_up, self._row_count)
 
     def _drop(self, slot: int) -> None:
         self._blocks.release(slot)
@@ -260,7 +267,3 @@ class WorkerDrafting(Drafting):
     def leave(self, request: Request) -> None:
         """See `Drafting`."""
         self._drop(request.slot)
-
-
-def _mixed(old: float, new: float) -> float:
-    return new if np.isnan(old) else old + _FADE * (new - old)

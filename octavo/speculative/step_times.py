@@ -14,6 +14,13 @@ _OUTLIER = 3.0  # a time so many times the known one is a hiccup: it counts as t
 _PRIOR_SLOPE = 0.02  # of one row's time that another row is taken to cost, until that was measured
 
 
+def mean_of_late(old: float, seconds: float, count: int) -> float:
+    """A mean time, with the last of so many `count` taken in; NaN for `old` before the first."""
+    if count <= _FIRST:
+        return float(np.fmin(old, seconds))
+    return old + _FADE * (min(seconds, _OUTLIER * old) - old)
+
+
 class StepTimes:
     """Mean time of late of steps of so many rows, in which no prompt is computed.
 
@@ -29,12 +36,8 @@ class StepTimes:
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
         place = min(int(np.searchsorted(_SIZES, rows)), len(_SIZES) - 1)
-        old = self._mean[place]
         self._count[place] += 1
-        if self._count[place] <= _FIRST:
-            self._mean[place] = np.fmin(old, seconds)
-        else:
-            self._mean[place] += _FADE * (min(seconds, _OUTLIER * old) - old)
+        self._mean[place] = mean_of_late(float(self._mean[place]), seconds, int(self._count[place]))
         self._curve = None
 
     def knows(self, rows: int) -> bool:

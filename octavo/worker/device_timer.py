@@ -19,6 +19,11 @@ class DeviceTimer:
             self._events[0].record()
         self._begin = time.perf_counter()
 
+    @property
+    def beside_host(self) -> bool:
+        """Whether the stretch goes on when the host has launched it."""
+        return self._events is not None
+
     def stop(self) -> DeviceTimer:
         """The stretch ends here; returns itself."""
         if self._events is not None:

@@ -93,6 +93,7 @@ class ModelRunner:
         self.recorded = RecordedSteps(model, kv_caches) if records else None
         self._transfer = TokenTransfer(max_num_seqs * (2 + max_drafts), device)
         self.draft: StepDrafter | None = None
+        self._drafting: tuple[int, DeviceTimer] | None = None  # of the last step, that the next is behind
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
@@ -199,7 +200,10 @@ class ModelRunner:
                 known = self.batch.sample_ends(inputs) + (1 if num_tokens is None else num_tokens)
         timer = DeviceTimer(self.device)
         launched.take_drafted(self.draft.after_step(plan, inputs, known, num_tokens))
-        launched.drafting = timer.stop() if plan.propose is not None else None
+        drafting = (plan.step_id, timer.stop()) if plan.propose is not None else None
+        if timer.beside_host:  # a step's tokens are there before its drafts
+            drafting, self._drafting = self._drafting, drafting
+        launched.drafting = drafting
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of any step, and the logits of the rows that yield a token, if any do."""
@@ -303,7 +307,8 @@ class LaunchedStep:
         self._sample_requests = sample_requests
         self._prompt = prompt
         self._transfer = transfer
-        self.drafting: DeviceTimer | None = None  # of the drafts that were made after the step
+        # Of the drafts that were made after a step: this one, or the one before.
+        self.drafting: tuple[int, DeviceTimer] | None = None
         self._drafted: tuple[np.ndarray, torch.Tensor, torch.Tensor] | None = None
         self._drafted_event: torch.cuda.Event | None = None
         self.timer: DeviceTimer | None = None  # of a pipeline stage's part of the step
@@ -362,7 +367,9 @@ class LaunchedStep:
             tokens = self._tokens.numpy()
             result = self._spread(n, tokens.reshape(len(tokens), -1), self._num_tokens)
         if self.drafting is not None:
-            result.draft_seconds = self.drafting.seconds()
+            step, timer = self.drafting
+            result.draft_seconds = timer.seconds()
+            result.draft_step = -1 if step == self._plan.step_id else step
         if self._drafted is not None:
             requests, made, products = self._drafted
             result.drafted = np.full(n, -1, np.int32)

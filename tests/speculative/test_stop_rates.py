@@ -69,7 +69,7 @@ def rate(sure: Any, learns: bool, worth: float = 1.0) -> tuple[float, float]:
         clock += seconds + result.draft_seconds
         plan: Any = SimpleNamespace(
             slots=one, num_drafts=np.array([drafts]), num_rows=rows, samples=live, admissions=[],
-            total_rows=1 + drafts, propose=order,
+            total_rows=1 + drafts, propose=order, step_id=0,
         )  # fmt: skip
         drafting.timed(plan, result, seconds + result.draft_seconds)
         if drafts:

@@ -1,0 +1,68 @@
+"""What drafting costs where its time is known one step later: fakes for the workers, a clock that is counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.engine.worker_drafting import WorkerDrafting
+from octavo.kv.draft_blocks import DraftBlocks
+from octavo.kv.format import KVFormat, KVGroup
+from octavo.messages import CoreStats, StepResult
+
+PLAIN, ROW, MOST, FIRST = 4e-3, 2e-5, 5, 2.0  # seconds; drafts; what compiling and recording take
+
+
+def run(draft_seconds: float, chance: float, steps: int = 2000) -> tuple[float, float]:
+    """Tokens a second and drafts a step, of the last half."""
+    slots: Any = SimpleNamespace(
+        num_tokens=np.array([100]), num_known=np.array([100]), max_total=np.array([1 << 30]),
+        num_drafts=np.zeros(1, np.int32), masked=np.zeros(1, bool), in_doubt=np.zeros(1, np.int64),
+        on_enter=[], on_leave=[],
+    )  # fmt: skip
+    blocks = DraftBlocks([KVGroup("full", (0,), KVFormat("float32", 16, 1, 1))], 1 << 14, 1)
+    drafting = WorkerDrafting(blocks, slots, MOST, True, 64, 64, 1 << 29)
+    draw, stats, one, live = np.random.default_rng(0), CoreStats(), np.zeros(1, np.int64), np.ones(1, bool)
+    clock, tokens, made, seen = 0.0, 0, 0, set[tuple[str, int]]()
+    earlier, before = 0.0, -1  # what drafting after the last step takes
+    for step in range(steps):
+        rows = np.ones(1, np.int32)
+        drafting.propose(one, rows, 64)
+        drafts = int(rows[0]) - 1
+        stood = int(np.cumprod(draw.random(drafts) < chance).sum())
+        slots.num_tokens += 1 + stood
+        order = drafting.plan_next(one, rows, live)
+        seconds = PLAIN + ROW * drafts + FIRST * (("step", drafts) not in seen)
+        seen.add(("step", drafts))
+        result = StepResult(np.zeros((1, 1), np.int32), np.array([1 + stood]))
+        result.draft_seconds, result.draft_step = earlier, before
+        plan: Any = SimpleNamespace(
+            slots=one, num_drafts=np.array([drafts]), num_rows=rows, samples=live, admissions=[],
+            total_rows=1 + drafts, propose=order, step_id=step,
+        )  # fmt: skip
+        drafting.timed(plan, result, seconds + earlier)
+        if step >= steps // 2:
+            clock, tokens, made = clock + seconds + earlier, tokens + 1 + stood, made + drafts
+        if drafts:
+            drafting.judged(plan, live, result, stats)
+        earlier, before = 0.0, -1
+        if order is not None:
+            count = int(order.counts[0])
+            earlier, before = draft_seconds * count + FIRST * (("draft", count) not in seen), step
+            seen.add(("draft", count))
+    return tokens / clock, made / (steps - steps // 2)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.6, 0.8])
+@pytest.mark.parametrize("draft_seconds", [2e-4, 3e-3])
+def test_as_many_as_pay_are_drafted(draft_seconds: float, chance: float):
+    rate, drafts = run(draft_seconds, chance)
+    by_length = [
+        sum(chance**i for i in range(k + 1)) / (PLAIN + k * (ROW + draft_seconds)) for k in range(MOST + 1)
+    ]
+    assert rate > 0.95 * max(by_length), (rate, by_length)
+    assert rate > 0.97 * by_length[0], (rate, by_length)
+    assert abs(drafts - int(np.argmax(by_length))) < 1.6
