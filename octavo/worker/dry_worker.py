@@ -16,6 +16,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.worker import Worker
 
 _PROMPT = 16  # rows of a short prompt
+_MOST_JUDGED = 8  # requests whose drafts are judged in a step that is foreseen; more are rarely drafted for
 
 
 class DryWorker(Worker):
@@ -56,11 +57,21 @@ class DryWorker(Worker):
             if size > 1:
                 self._run(size, 1, num_computed=_PROMPT)
                 yield f"decode {size}"
+        drafts = 0 if self.config.speculative is None else self.config.speculative.num_speculative_tokens
+        for size in graph_sizes(min(self.config.max_num_seqs, _MOST_JUDGED)) if drafts else ():
+            self._run(size, 1 + drafts, num_computed=_PROMPT, drafts=drafts)
+            yield f"judging drafts {size}"
 
-    def _run(self, requests: int, rows: int, num_computed: int = 0, temperature: float = 0.0) -> None:
+    def _run(
+        self, requests: int, rows: int, num_computed: int = 0, temperature: float = 0.0, drafts: int = 0
+    ) -> None:
         params = SamplingParams(temperature=temperature, max_tokens=2)
         counts = np.full(requests, min(rows, self._length - 1), np.int32)
-        self.runner.execute(self.first_step(counts, params, min(num_computed, self._length - 2))[0])
+        plan, _ = self.first_step(counts, params, min(num_computed, self._length - 1 - rows))
+        if drafts:
+            plan.num_drafts = counts - 1
+            plan.draft_tokens = np.zeros(int(plan.num_drafts.sum()), np.int32)
+        self.runner.execute(plan)
 
 
 class _DryGraphs(DecodeGraphs):

@@ -1,4 +1,4 @@
-"""What drafting costs where its time is known one step later: fakes for the workers, a clock that is counted."""
+"""What drafting costs where its time is told one step later: fakes for the workers, and a counted clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from octavo.engine.worker_drafting import WorkerDrafting
 from octavo.kv.draft_blocks import DraftBlocks
+from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVFormat, KVGroup
+from octavo.kv.pool import BlockPool
 from octavo.messages import CoreStats, StepResult
 
 PLAIN, ROW, MOST, FIRST = 4e-3, 2e-5, 5, 2.0  # seconds; drafts; what compiling and recording take
@@ -21,9 +23,10 @@ def run(draft_seconds: float, chance: float, steps: int = 2000) -> tuple[float, 
     slots: Any = SimpleNamespace(
         num_tokens=np.array([100]), num_known=np.array([100]), max_total=np.array([1 << 30]),
         num_drafts=np.zeros(1, np.int32), masked=np.zeros(1, bool), in_doubt=np.zeros(1, np.int64),
-        on_enter=[], on_leave=[],
+        on_enter=[], on_leave=[], running=np.zeros(1, np.int64),
     )  # fmt: skip
-    blocks = DraftBlocks([KVGroup("full", (0,), KVFormat("float32", 16, 1, 1))], 1 << 14, 1)
+    groups = [KVGroup("full", (0,), KVFormat("float32", 16, 1, 1))]
+    blocks = DraftBlocks(groups, draft_pages(groups, groups, 1 << 14), BlockPool(1 << 14), 1)
     drafting = WorkerDrafting(blocks, slots, MOST, True, 64, 64, 1 << 29)
     draw, stats, one, live = np.random.default_rng(0), CoreStats(), np.zeros(1, np.int64), np.ones(1, bool)
     clock, tokens, made, seen = 0.0, 0, 0, set[tuple[str, int]]()
