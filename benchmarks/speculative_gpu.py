@@ -2,8 +2,8 @@
 
 Usage: python -m benchmarks.speculative_gpu [--parts one fp8 sweep] [--seconds N] [--json FILE]
 
-- one: one request; no drafts, an EAGLE-3 head of the published shape with 3 and 5 drafts, a draft model of
-  1B, look-ups.
+- one: one request; no drafts, an EAGLE-3 head of the published shape with 3 and 5 drafts, the same in FP8, a
+  draft model of 1B, look-ups.
 - fp8: one request, weights and KV cache in FP8, with the same head.
 - sweep: 1, 16, 64 and 256 requests; no drafts, 5 each (fewer where a step's rows of logits are used up), and
   as many as pay.
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.errors import OctavoError
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.weight_bytes import step_weight_bytes
 from octavo.worker.worker import Worker
@@ -86,6 +87,7 @@ ONE: dict[str, dict[str, Any]] = {
     "off": {},
     "eagle3, 3": {"speculative_config": speculation("eagle3", 3, **HEAD)},
     "eagle3, 5": {"speculative_config": speculation("eagle3", 5, **HEAD)},
+    "eagle3 fp8, 5": {"speculative_config": speculation("eagle3", 5, **HEAD, quantization="fp8")},
     "draft 1B, 4": {"speculative_config": speculation("draft_model", 4, model=str(SHAPES / "llama-1b"))},
     "ngram, 5": {"speculative_config": speculation("ngram", 5, prompt_lookup_min=1)},
 }
@@ -183,7 +185,11 @@ def part(name: str, watch: Watch, deadline: float) -> Iterator[dict[str, Any]]:
             print(f"{name}: no time left for {label}", flush=True)
             continue
         begin, watch.draft = time.perf_counter(), None
-        llm = engine(settings, sizes[-1])
+        try:
+            llm = engine(settings, sizes[-1])
+        except (OctavoError, RuntimeError) as error:  # the other rows have figures of their own
+            print(f"{name}: {label} failed: {error}", flush=True)
+            continue
         try:
             for n in sizes:
                 if time.monotonic() > deadline:
@@ -200,6 +206,8 @@ def part(name: str, watch: Watch, deadline: float) -> Iterator[dict[str, Any]]:
                     if name != "sweep" and torch.cuda.is_available():
                         row |= launches(llm)
                 yield row
+        except RuntimeError as error:
+            print(f"{name}: {label} failed: {error}", flush=True)
         finally:
             llm.close()
             print(f"{name}: {label} took {time.perf_counter() - begin:.1f} s", flush=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
 from octavo.layers import attention
 from octavo.layers.attention import TorchAttention
+from octavo.messages import StepPlan
 from octavo.worker.graphs import DecodeGraphs, graph_sizes
-from octavo.worker.input_batch import StepInputs
+from octavo.worker.input_batch import Padding, StepInputs
 from tests import tiny
 from tests.engine.test_eagle3 import Watch, drafted
 from tests.parallel.thread_executor import thread_ranks  # noqa: F401 (a fixture)
@@ -30,6 +35,34 @@ def test_sizes_are_few_and_end_at_the_most_requests():
     assert graph_sizes(100) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 100]
     assert graph_sizes(4096)[-1] == 512
     assert all(b <= 2 * a or b <= 16 for a, b in zip(graph_sizes(512), graph_sizes(512)[1:], strict=False))
+
+
+def padding_for(rows: list[int], drafts: list[int] | None, **changes: Any) -> Padding | None:
+    """What a step of requests with so many rows, of which the last compute drafts, is padded to."""
+    none, n = np.zeros(0, np.int32), len(rows)
+    plan = StepPlan(0, [], [], np.arange(n, dtype=np.int32), np.array(rows), none, np.ones(n, bool))
+    plan.num_drafts = None if drafts is None else np.array(drafts)
+    batch: Any = SimpleNamespace(device=torch.device("cpu"), max_rows=changes.pop("max_rows", 2048))
+    for name, value in changes.items():
+        setattr(plan, name, value)
+    return DecodeGraphs(None, batch, [], 100, 4096).padding_for(plan)
+
+
+def test_what_steps_are_padded_to():
+    assert padding_for([1] * 5, None) == Padding(8, 8, 1)
+    assert padding_for([6], [5]) == Padding(1, 6, 6)
+    assert padding_for([4] * 7, [3] * 7) == Padding(8, 32, 4)  # all alike: as if there were 8
+    assert padding_for([4] * 33, [3] * 33) == Padding(48, 160, 4)
+    # Only one has drafts: not 64 times as many rows.
+    assert padding_for([1] * 63 + [6], [0] * 63 + [5]) == Padding(64, 96, 6)
+    assert padding_for([33], [32]) is None
+    assert padding_for([6] * 96, [5] * 96) is None  # more than 512 rows
+    assert padding_for([6] * 16, [5] * 16, max_rows=80) is None
+    # Prompts, in whole or in part, and who asks for their probabilities.
+    assert padding_for([6, 2], None) is None
+    assert padding_for([6, 2], [5, 0]) is None
+    assert padding_for([6, 1], [5, 0], samples=np.array([True, False])) is None
+    assert padding_for([1], None, prompt_logprobs=np.array([1])) is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
