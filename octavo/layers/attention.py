@@ -122,7 +122,7 @@ class AttentionBackend(PagedBackend):
         kv_scale: of an FP8 cache float32 `[2, num_kv_heads]` on its device, what the codes of keys and of
             values are multiplied by: the layer's own (`Attention.kv_scale`), whose address never changes.
             None with every other cache.
-        kv_centre: float32 `[num_kv_heads, head_dim]`, what FP8 keys are stored less of: the layer's own
+        kv_centre: float32 `[num_kv_heads, head_dim]`, what keys of 8 bits are stored less of: the layer's own
             (`Attention.kv_centre`), whose address never changes. None: keys are stored as they are. Readers
             of the cache need not know it: scores of a row all change by the same number.
 
@@ -219,12 +219,12 @@ class TorchAttention(AttentionBackend):
             slots, k, v = slots[kept], k[kept], v[kept]
         fmt = self.fmt
         for part, x in enumerate((k, v)):
+            centre = self.kv_centre if part == 0 else None
             if fmt.dtype == "int8":
-                reference_kv.write_int8(x, cache, part, slots, fmt.block_size, fmt.offset)
+                reference_kv.write_int8(x, cache, part, slots, fmt.block_size, fmt.offset, centre)
                 continue
             if fmt.quantized:
                 assert self.kv_scale is not None
-                centre = self.kv_centre if part == 0 else None
                 x = reference_kv.quantize_fp8(x, fmt.dtype, self.kv_scale[part], centre)
             cache[slots // fmt.block_size, part, :, slots % fmt.block_size] = x.to(cache.dtype)
 

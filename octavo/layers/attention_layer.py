@@ -60,9 +60,9 @@ class Attention(CachedLayer):
         kv_scale: of an FP8 cache float32 `[2, local KV heads]`, what the codes of keys and values are
             multiplied by; NaN until a checkpoint or `octavo.worker.kv_scales` fills it. None with every other
             cache.
-        kv_centre: of an FP8 cache float32 `[local KV heads, head_dim]`, what keys are stored less of: 0 until
-            `octavo.worker.kv_scales` fills it. None with every other cache, and under a softcap, which sees
-            more of scores than their differences.
+        kv_centre: of a quantized cache float32 `[local KV heads, head_dim]`, what keys are stored less of: 0
+            until `octavo.worker.kv_scales` fills it. None with every other cache, and under a softcap, which
+            sees more of scores than their differences.
     """
 
     backend: AttentionBackend
@@ -100,8 +100,8 @@ class Attention(CachedLayer):
         scale = centre = None
         if build.kv_dtype in FP8:  # filled by a checkpoint or by calibration; until then no number is right
             scale = torch.full((2, kv_heads), float("nan"), dtype=torch.float32, device=build.device)
-            if self.softcap is None:
-                centre = torch.zeros(kv_heads, self.head_dim, dtype=torch.float32, device=build.device)
+        if self.fmt.quantized and self.softcap is None:
+            centre = torch.zeros(kv_heads, self.head_dim, dtype=torch.float32, device=build.device)
         self.register_buffer("kv_scale", scale, persistent=False)
         self.register_buffer("kv_centre", centre, persistent=False)
         self.backend.kv_scale, self.backend.kv_centre = scale, centre

@@ -1,4 +1,5 @@
-"""Scales of FP8 KV caches, from the checkpoint or by calibration while the model is loaded, and centres.
+"""Scales of FP8 KV caches, from the checkpoint or by calibration while the model is loaded, and centres of
+all caches of 8 bits.
 
 Calibration computes a fixed text once with an unquantized cache and reads from it the largest size of any
 key and of any value, by layer and KV head. A scale is the power of two that puts twice that within the
@@ -7,10 +8,11 @@ the same although sums are rounded otherwise with other threads (the scales ente
 
 Keys are stored less a centre, a vector of their layer and head: softmax sees only differences of a row's
 scores, which are the same without it, and what is smaller is rounded less. The centre is the keys' mean over
-the text, moved by less than a step of the codes so that the key of the text's first token is a code: much
-attention goes to that place, whose key lies far from the mean and is nearly the same in every text. What this
-brings is measured in benchmarks/kv.md. A centre depends on how sums are rounded, and enters the keys of KV
-blocks: a start on another kind of device or processor may find nothing that was cached before.
+the text; in FP8 moved by less than a step of the codes so that the key of the text's first token is a code:
+much attention goes to that place, whose key lies far from the mean and is nearly the same in every text. What
+this brings is measured in benchmarks/kv.md: most where keys have biases (Qwen 2). A centre depends on how
+sums are rounded, and enters the keys of KV blocks: a start on another kind of device or processor may find
+nothing that was cached before.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from octavo.errors import ModelError
 from octavo.kernels.reference_kv import FP8_LARGEST, dequantize_fp8, quantize_fp8
 from octavo.layers.attention import AttentionMetadata
-from octavo.layers.attention_layer import FP8, Attention
+from octavo.layers.attention_layer import Attention
 from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup
 
@@ -64,11 +66,11 @@ SELECT city, COUNT(*) AS n FROM visits WHERE year >= 2019 GROUP BY city ORDER BY
 
 @dataclass(frozen=True)
 class KVScales:
-    """What a model's FP8 cache is stored by, beside its format.
+    """What a model's quantized cache is stored by, beside its format.
 
     Attributes:
         origin: whether keys are centred, and where scales are from, for the log.
-        scales, centres: digests of all heads', hexadecimal; "none" where there are no centres.
+        scales, centres: digests of all heads', hexadecimal; "none" where there are none.
         kept: this rank's centres, copies.
     """
 
@@ -120,7 +122,8 @@ def settle(
     stages: StageGroup | None = None,
 ) -> KVScales | None:
     """See that every attention layer of a loaded model has its scales: those that no checkpoint gave are
-    calibrated, and where those of keys are, keys are centred.
+    calibrated, and where those of keys are, keys are centred. In int8, where every token has scales of its
+    own, keys are centred, if there is a text to calibrate on.
 
     Args:
         model: with its weights.
@@ -131,29 +134,33 @@ def settle(
             None: there is one.
 
     Returns:
-        None where the cache is not FP8.
+        None where the cache is not quantized, or in int8 without centres.
 
     Raises:
         ModelError: the model computes numbers that are not finite.
     """
-    stages, layers = stages or StageGroup(), fp8_layers(model)
+    stages, layers = stages or StageGroup(), _settled_layers(model)
     if not layers:
         return None
-    lacking = sum(bool(_scale_of(layer).isnan().any()) for layer in layers)
+    scales = [layer.kv_scale for layer in layers if layer.kv_scale is not None]
+    lacking = sum(bool(scale.isnan().any()) for scale in scales)
     origin = "scales from the checkpoint"
-    if -stages.minimum(-lacking):  # on any stage
+    if not scales or -stages.minimum(-lacking):  # on any stage
         given = tokens()
+        if not scales and not given.text:
+            return None
         calibrate(model, dtype, given, stages)
-        origin = f"scales calibrated on {len(given.ids)} tokens {given.kind}"
-        if lacking < len(layers):
+        origin = f"{len(given.ids)} tokens {given.kind}"
+        if scales:
+            origin = f"scales calibrated on {origin}"
+        if lacking < len(scales):
             origin += f" in {lacking} of {len(layers)} layers, the others' from the checkpoint"
     centred = sum(layer.kv_centre is not None and bool(layer.kv_centre.any()) for layer in layers)
     if centred:
         where = "" if centred == len(layers) else f" in {centred} of {len(layers)} layers"
-        origin = f"keys centred{where}, {origin}"
-    scales = _digest(group, stages, [_scale_of(layer) for layer in layers])
+        origin = f"keys centred{where}, {origin}" if scales else f"keys centred{where} on {origin}"
     centres = tuple(layer.kv_centre.clone() for layer in layers if layer.kv_centre is not None)
-    return KVScales(origin, scales, _digest(group, stages, centres) if centres else "none", centres)
+    return KVScales(origin, _digest(group, stages, scales), _digest(group, stages, centres), centres)
 
 
 def restore(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -> bool:
@@ -162,13 +169,15 @@ def restore(model: CausalLM, earlier: KVScales | None, found: KVScales | None) -
     if (earlier and earlier.scales) != (found and found.scales):
         return False
     if earlier is not None:
-        centres = [layer.kv_centre for layer in fp8_layers(model) if layer.kv_centre is not None]
+        centres = [layer.kv_centre for layer in _settled_layers(model) if layer.kv_centre is not None]
         for centre, before in zip(centres, earlier.kept, strict=True):
             centre.copy_(before)
     return True
 
 
 def _digest(group: TensorParallelGroup, stages: StageGroup, tensors: Sequence[torch.Tensor]) -> str:
+    if not tensors:  # which is so on all ranks and stages or on none
+        return "none"
     everyone = group.all_gather(torch.cat([tensor.flatten() for tensor in tensors]))
     digest = hashlib.sha256(everyone.cpu().numpy().tobytes())
     if stages.size > 1:
@@ -176,9 +185,10 @@ def _digest(group: TensorParallelGroup, stages: StageGroup, tensors: Sequence[to
     return digest.hexdigest()
 
 
-def fp8_layers(model: CausalLM) -> list[Attention]:
-    """The layers whose cache has scales of its layer's."""
-    return [x for x in model.attention_layers() if isinstance(x, Attention) and x.fmt.dtype in FP8]
+def _settled_layers(model: CausalLM) -> list[Attention]:
+    """The layers whose cache has scales or centres of its layer's."""
+    layers = [x for x in model.attention_layers() if isinstance(x, Attention)]
+    return [x for x in layers if x.kv_scale is not None or x.kv_centre is not None]
 
 
 @torch.inference_mode()
@@ -192,7 +202,7 @@ def calibrate(
         if not bool(torch.isfinite(computed).all()):
             raise ModelError(
                 f"attention layer {number} computes keys or values that are not finite on the text that "
-                "calibrates an FP8 cache: check the weights, or use another dtype"
+                "calibrates a cache of 8 bits: check the weights, or use another dtype"
             )
         _settle_layer(layer, computed[0], computed[1], centred=tokens.text)
 
@@ -200,8 +210,10 @@ def calibrate(
 def _keys_and_values(
     model: CausalLM, dtype: torch.dtype, token_ids: list[int], stages: StageGroup
 ) -> Iterator[tuple[Attention, torch.Tensor]]:
-    """Each FP8 layer, and its keys and values of a text: float32 `[2, rows, heads, head_dim]`."""
+    """Each layer that is to be settled, and its keys and values of a text: float32
+    `[2, rows, heads, head_dim]`."""
     layers = model.attention_layers()
+    settled = {id(layer) for layer in _settled_layers(model)}
     device = next(model.parameters()).device
     with ExitStack() as stack:
         for layer in layers:
@@ -236,13 +248,16 @@ def _keys_and_values(
             stages.send(leaving)
     model.assign_kv_groups()
     for layer, cache in zip(layers, caches, strict=True):
-        if isinstance(layer, Attention) and layer.kv_scale is not None:
+        if isinstance(layer, Attention) and id(layer) in settled:
             yield layer, cache.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :rows].float()
 
 
 def _settle_layer(layer: Attention, keys: torch.Tensor, values: torch.Tensor, centred: bool) -> None:
     """A layer's scales and centre from `keys` and `values`, float32 `[rows, heads, head_dim]`."""
-    assert layer.kv_scale is not None
+    if layer.kv_scale is None:  # int8
+        if centred and layer.kv_centre is not None:
+            layer.kv_centre.copy_(keys.mean(0))
+        return
     lacking = layer.kv_scale.isnan()
     # A checkpoint's scale is that of keys as they are.
     centred = centred and layer.kv_centre is not None and bool(lacking[0].all())
@@ -271,8 +286,3 @@ def scale_for(largest: torch.Tensor, kind: str) -> torch.Tensor:
     # Of a head that is 0 throughout any will do.
     wanted = torch.where(largest > 0, largest, 1.0) * (MARGIN / FP8_LARGEST[kind])
     return torch.exp2(wanted.log2().ceil())
-
-
-def _scale_of(layer: Attention) -> torch.Tensor:
-    assert layer.kv_scale is not None
-    return layer.kv_scale

@@ -61,11 +61,11 @@ def quantized_rows(
     x: torch.Tensor, cache: torch.Tensor, part: int, slots: torch.Tensor, codes: KVCodes
 ) -> None:
     """The twin's way to store rows at slots."""
+    centre = codes.centre if part == 0 else None
     if codes.dtype == "int8":
-        reference_kv.write_int8(x, cache, part, slots, codes.block_size, codes.offset)
+        reference_kv.write_int8(x, cache, part, slots, codes.block_size, codes.offset, centre)
         return
     assert codes.scale is not None
-    centre = codes.centre if part == 0 else None
     found = reference_kv.quantize_fp8(x, codes.dtype, codes.scale[part], centre)
     cache[slots // codes.block_size, part, :, slots % codes.block_size] = found
 

@@ -1,4 +1,4 @@
-"""Scales and centres of FP8 caches: what calibration finds, where keys are centred, what a restart keeps."""
+"""Scales and centres of quantized caches: what calibration finds, where keys are centred, what is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.kernels.reference_kv import FP8_DTYPES, FP8_LARGEST, dequantize_fp8, quantize_fp8
 from octavo.layers.attention_layer import Attention
+from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup
 from octavo.worker import kv_scales
 from octavo.worker.kv_scales import CalibrationTokens, centre_for, restore, settle
@@ -116,11 +117,31 @@ def test_not_where_scales_are_the_checkpoint_s():
     assert not layers[0].kv_centre.any() and bool(layers[1].kv_centre.any())
 
 
+def test_in_int8_the_centre_is_the_mean():
+    """Of keys alone: every token has scales of its own. There are offsets beside where keys have biases."""
+    for variant, offset in [("llama", False), ("qwen2", True)]:
+        found = worker(variant, "int8")
+        tokens = kv_scales.text_tokens(found_tokenizer(found), tiny.VOCAB_SIZE, tiny.CONTEXT)
+        keys = kv_scales._keys_and_values(found.model, torch.float32, tokens.ids, StageGroup())
+        with torch.inference_mode():
+            for layer, (k, _) in keys:
+                assert layer.kv_scale is None and layer.backend.kv_centre is layer.kv_centre
+                assert layer.fmt.offset is offset
+                torch.testing.assert_close(layer.kv_centre, k.mean(0), rtol=0, atol=1e-5)
+                assert float(k.mean(0).abs().max()) > 1e-2
+        assert found.kv_scales is not None and found.kv_scales.scales == "none" != found.kv_scales.centres
+        kind = "int8 with offsets" if offset else "int8"
+        described = found.facts.summary["kv cache"]
+        assert described.startswith(f"{kind}, keys centred on {len(tokens.ids)} tokens of a built-in text, ")
+
+
 def test_other_caches_have_no_centres():
-    for kind in ("auto", "int8"):
-        found = worker(kind=kind)
+    found = worker(kind="auto")
+    assert found.kv_scales is None and all(layer.kv_centre is None for layer in layers_of(found))
+    for settings in (dict(variant="gemma2"), dict(skip_tokenizer_init=True)):  # a cap on scores; no text
+        found = worker(kind="int8", **settings)
         assert found.kv_scales is None
-        assert all(layer.kv_centre is None for layer in layers_of(found))
+        assert all(layer.kv_centre is None or not layer.kv_centre.any() for layer in layers_of(found))
 
 
 def test_the_root_of_block_keys_tells_centres(monkeypatch):

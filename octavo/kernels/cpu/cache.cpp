@@ -25,8 +25,8 @@ inline void rotate(T* x, const float* cos_sin, int64_t half) {
     }
 }
 
-// Row `offset` of one head's piece of a block; `scale`: of FP8 caches; `centre`: what FP8 keys are stored less of,
-// or null.
+// Row `offset` of one head's piece of a block; `scale`: of FP8 caches; `centre`: what keys of 8 bits are stored less
+// of, or null.
 template <class From, class To>
 inline void store_row(const From* from, To* piece, int64_t offset, int64_t dim, float scale, const float* centre) {
     To* to = piece + offset * dim;
@@ -45,11 +45,12 @@ inline void store_row(const From* from, To* piece, int64_t offset, int64_t dim, 
 // Codes with a scale of their own, and maybe the middle of what they span as their offset. A number that is
 // not finite makes the scale NaN, and the whole row with it.
 template <class From>
-inline void store_codes(const From* from, code8* piece, int64_t offset, int64_t dim, int64_t block_size, bool shifted) {
+inline void store_codes(const From* from, code8* piece, int64_t offset, int64_t dim, int64_t block_size, bool shifted,
+                        const float* centre) {
     float low = INFINITY, high = -INFINITY, poison = 0;
 #pragma omp simd reduction(min : low) reduction(max : high) reduction(+ : poison)
     for (int64_t i = 0; i < dim; i++) {
-        const float x = to_float(from[i]);
+        const float x = centre ? to_float(from[i]) - centre[i] : to_float(from[i]);
         low = x < low ? x : low, high = x > high ? x : high, poison += x * 0.0f;
     }
     uint16_t* scales = (uint16_t*)(piece + block_size * dim) + offset;
@@ -64,7 +65,8 @@ inline void store_codes(const From* from, code8* piece, int64_t offset, int64_t 
     code8* to = piece + offset * dim;
 #pragma omp simd
     for (int64_t i = 0; i < dim; i++) {
-        float x = scale > 0 ? (to_float(from[i]) - middle) / scale : 0.0f;
+        float x = centre ? to_float(from[i]) - centre[i] : to_float(from[i]);
+        x = scale > 0 ? (x - middle) / scale : 0.0f;
         x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
         to[i].value = int8_t(int32_t(bits_as<uint32_t>(x + 12582912.0f)) - 0x4b400000);  // to nearest even
     }
@@ -81,7 +83,7 @@ struct CacheShape {
 // Any of three parts, by which pointers are given: rotate q and k (cos_sin), store k and v (cache).
 // q, k, v: rows of heads, heads contiguous, rows *_stride apart. positions: int64 (int32 if
 // `short_positions`). slots: int64, block * block_size + offset, negative: not stored. kv_scale: [2, kv_heads], of
-// FP8 caches, else null. kv_centre: [kv_heads, head_dim], what FP8 keys are stored less of, or null.
+// FP8 caches, else null. kv_centre: [kv_heads, head_dim], what keys of 8 bits are stored less of, or null.
 OCTAVO_API int32_t octavo_rope_and_write_kv(const CacheShape* shape, void* q, void* k, const void* v,
                                             int64_t q_stride, int64_t k_stride, int64_t v_stride,
                                             const float* cos_sin, const void* positions, int32_t short_positions,
@@ -113,11 +115,12 @@ OCTAVO_API int32_t octavo_rope_and_write_kv(const CacheShape* shape, void* q, vo
                     C* piece = (C*)cache + block * 2 * s.kv_heads * size;
                     for (int64_t h = 0; h < 2 * s.kv_heads; h++, piece += size) {
                         const T* from = h < s.kv_heads ? key + h * s.head_dim : value + (h - s.kv_heads) * s.head_dim;
+                        const float* centre = kv_centre && h < s.kv_heads ? kv_centre + h * s.head_dim : nullptr;
                         if constexpr (std::is_same_v<C, code8>)
-                            store_codes(from, piece, offset, s.head_dim, s.block_size, s.cache_type == CACHE_INT8_OFFSET);
+                            store_codes(from, piece, offset, s.head_dim, s.block_size,
+                                        s.cache_type == CACHE_INT8_OFFSET, centre);
                         else
-                            store_row(from, piece, offset, s.head_dim, kv_scale ? kv_scale[h] : 1.0f,
-                                      kv_centre && h < s.kv_heads ? kv_centre + h * s.head_dim : nullptr);
+                            store_row(from, piece, offset, s.head_dim, kv_scale ? kv_scale[h] : 1.0f, centre);
                     }
                 });
             }

@@ -228,7 +228,7 @@ def write_kv(
         cache_type: float32, bfloat16 (None: the cache's dtype), or of a uint8 cache fp8 (e4m3), fp8_e5m2,
             int8 or int8_offset.
         kv_scale: float32 `[2, kv_heads]`, contiguous, for the FP8 types and no others.
-        kv_centre: float32 `[kv_heads, head_dim]`, contiguous: what keys of FP8 types are stored less of.
+        kv_centre: float32 `[kv_heads, head_dim]`, contiguous: what keys of 8 bits are stored less of.
     """
     _, kv_heads, head_dim = k.shape
     kind = cache_type or type_of_cache(cache)
@@ -325,9 +325,9 @@ def _scale_pointer(kv_scale: torch.Tensor | None, cache_type: int, kv_heads: int
 
 
 def _centre_pointer(kv_centre: torch.Tensor, shape: CacheShape) -> int:
-    """Address of what keys of an FP8 cache are stored less of."""
-    if shape.cache_type not in (_CACHE_TYPES["fp8"], _CACHE_TYPES["fp8_e5m2"]):
-        raise ValueError("kv_centre is of FP8 caches, and of no others")
+    """Address of what keys of a cache of 8 bits are stored less of."""
+    if shape.cache_type in (_CACHE_TYPES["float32"], _CACHE_TYPES["bfloat16"]):
+        raise ValueError("kv_centre is of caches of 8 bits, and of no others")
     wanted = (shape.kv_heads, shape.head_dim)
     if kv_centre.dtype is not torch.float32 or kv_centre.shape != wanted or not kv_centre.is_contiguous():
         got = f"{kv_centre.dtype} {tuple(kv_centre.shape)}"

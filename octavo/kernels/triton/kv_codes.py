@@ -229,7 +229,7 @@ class KVCodes:
         offset: whether INT8 numbers have one.
         scale: of FP8, float32 `[2, kv_heads]`, K's and V's, on the device; None for INT8.
         how: PLAIN, PACKED or NATIVE; None: the device's fastest.
-        centre: of FP8, float32 `[kv_heads, head_dim]`, contiguous, what keys are stored less of (read only
+        centre: float32 `[kv_heads, head_dim]`, contiguous, what keys are stored less of (read only
             where they are written); None: nothing.
     """
 
@@ -263,7 +263,7 @@ class CacheView(NamedTuple):
         block: words from a block to the next.
         block_words: lanes for a head's words: a power of 2.
         kind, how: constants KIND and HOW.
-        scale, centre: tensors for the places of FP8's scales, and of what its keys are stored less of.
+        scale, centre: tensors for the places of FP8's scales, and of what keys are stored less of.
         centred: whether there is such a thing.
     """
 
