@@ -15,6 +15,7 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers, stage_groups
+from octavo.layers.attention_layer import CachedLayer
 from octavo.layers.embedding import LMHead, VocabEmbedding
 from octavo.layers.layer import BuildContext, Layer, LoadTarget
 from octavo.models.headless import remove_head
@@ -22,6 +23,9 @@ from octavo.models.interface import CausalLM
 from octavo.models.llama import LlamaModel
 from octavo.models.targets import left_out
 from octavo.parallel.stages import Stage, divide_layers, read_partition
+
+STEP_CONTEXT = 1024
+"""Tokens that the requests of a full step are taken to have, on average."""
 
 
 class Elsewhere(Layer):
@@ -98,13 +102,23 @@ class StagePart:
     groups: list[KVGroup]
 
 
-def stage_part(whole: CausalLM, stage: int, stages: int, partition: str | None) -> StagePart:
+def stage_part(
+    whole: CausalLM,
+    stage: int,
+    stages: int,
+    partition: str | None,
+    max_num_seqs: int = 0,
+    context: int = STEP_CONTEXT,
+) -> StagePart:
     """What a stage of a model has, found from the shapes of all of it; the same on every stage.
 
     Args:
         whole: the model, on the meta device.
         stage: the stage's number, of `stages`.
         partition: the layers of each stage as the setting gives them; None: divided by `divide_layers`.
+        max_num_seqs: requests of all steps under way: each is taken to read the keys and values of its share,
+            `STEP_CONTEXT` tokens each, beside the weights.
+        context: tokens of the longest request.
 
     Raises:
         ConfigError: a model that cannot be divided (so).
@@ -113,7 +127,9 @@ def stage_part(whole: CausalLM, stage: int, stages: int, partition: str | None) 
     if partition is None:
         heads = [m for m in whole.modules() if isinstance(m, LMHead)]
         head = sum(_num_bytes(head if head.tied_to is None else head.tied_to) for head in heads)
-        bounds = divide_layers([_num_bytes(layer) for layer in decoder.layers], head, stages)
+        tokens = max_num_seqs // stages * min(context, STEP_CONTEXT)
+        costs = [_num_bytes(layer) + tokens * _token_bytes(layer) for layer in decoder.layers]
+        bounds = divide_layers(costs, head, stages)
     else:
         bounds = read_partition(partition, len(decoder.layers), stages)
     layers = [(layer.sliding_window, layer.fmt) for layer in whole.attention_layers()]
@@ -165,3 +181,9 @@ def _tie_head(model: CausalLM, decoder: LlamaModel, embedding: VocabEmbedding) -
 
 def _num_bytes(module: nn.Module) -> int:
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+
+
+def _token_bytes(layer: nn.Module) -> int:
+    """Of one token's keys and values in a decoder layer's cache."""
+    formats = [module.fmt for module in layer.modules() if isinstance(module, CachedLayer)]
+    return sum(fmt.layer_block_bytes() // fmt.block_size for fmt in formats)

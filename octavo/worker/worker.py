@@ -118,7 +118,7 @@ class Worker:
             compiler.close()
         with use_group(self.group):
             source, wanted, build = self._settle(config, device)
-        build = self._take_part(build)
+        build = self._take_part(build, wanted)
         threads = set_threads(config, self.device)
         self._check_size(build)
         self._load = partial(self._load_model, source, build)
@@ -217,13 +217,14 @@ class Worker:
         )
         return source, wanted, build
 
-    def _take_part(self, build: Callable[..., CausalLM]) -> Callable[..., CausalLM]:
-        """What builds this stage's part of the model."""
+    def _take_part(self, build: Callable[..., CausalLM], wanted: int) -> Callable[..., CausalLM]:
+        """What builds this stage's part of the model, for a context of `wanted` tokens."""
         if self.stages.size == 1:
             return build
         with use_group(self.group):
             whole = build(device="meta", attention_backend="torch")
-        self.part = stage_part(whole, self.stages.stage, self.stages.size, self.config.pp_layer_partition)
+        config, place = self.config, (self.stages.stage, self.stages.size)
+        self.part = stage_part(whole, *place, config.pp_layer_partition, config.max_num_seqs, wanted)
         return partial(build, part=self.part)
 
     def _minimum(self, value: int) -> int:

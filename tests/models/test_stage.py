@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +162,14 @@ def test_divisions_that_do_not_fit_are_refused() -> None:
     }.items():
         with pytest.raises(ConfigError, match=words):
             read_partition(text, 16, 2)
+
+
+@pytest.mark.parametrize(("requests", "context", "bounds"), [
+    (0, 8192, (0, 17, 32)), (256, 8192, (0, 17, 32)), (512, 8192, (0, 16, 32)), (512, 64, (0, 17, 32)),
+])  # fmt: skip
+def test_what_steps_read_of_caches_counts(requests: int, context: int, bounds: tuple[int, ...]) -> None:
+    """Llama 3 8B: 436 MB of weights a layer and 1051 of the head, 4 KiB a token and layer."""
+    shape = Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-8b"
+    config = load_model_config(find_model(str(shape)))
+    whole = build_model(config, dtype=torch.bfloat16, device="meta", attention_backend="torch", block_size=16)
+    assert stage_part(whole, 0, 2, None, requests, context).stage.bounds == bounds
