@@ -64,8 +64,7 @@ class EngineCore:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} tokens ({error}): lower these, or "
                 "max_model_len"
             ) from None
-        # Steps that are under way while the next one is scheduled: with pipeline stages, one in each.
-        self._depth = config.pipeline_parallel_size - 1 + self._overlaps
+        self._depth = self._steps_ahead()
         stages = config.pipeline_parallel_size
         self._clock = PipelineClock(stages) if stages > 1 else None
         # With the time at which each was launched, seconds (`time.perf_counter`).
@@ -141,6 +140,15 @@ class EngineCore:
         pages = draft_pages(facts.groups, facts.draft_groups, pool.num_blocks)
         slots = self.config.max_num_seqs
         return DraftBlocks(facts.draft_groups, pages, pool, slots, len(facts.groups))
+
+    def _steps_ahead(self) -> int:
+        """Steps that are under way while the next one is scheduled: with pipeline stages, one in each.
+
+        On a GPU with ranks in processes, one more: the way of a result to the engine and of the next plan to
+        every rank takes as long as a step of a few milliseconds.
+        """
+        far = self.config.runs_ranks and self.facts.overlap and self._overlaps
+        return self.config.pipeline_parallel_size - 1 + self._overlaps + far
 
     @property
     def _overlaps(self) -> bool:

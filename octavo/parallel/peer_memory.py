@@ -97,8 +97,10 @@ class PeerMemory:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, gather: Gather, any_rows: bool = False):
-        # With two ranks a sum moves as few bytes so as by any way; with more, each sends all to all others.
-        self.rows = sys.maxsize if any_rows else 512 if size == 2 else 64
+        # With two ranks a sum moves as few bytes so as by any way, and beats NCCL at any size (two H200s, the
+        # norm included: 2.8 against 7.7 µs for a row of 8 KiB, 213 against 309 for 8192). With more ranks,
+        # each sends all to all others.
+        self.rows = sys.maxsize if any_rows or size == 2 else 64
         try:
             self.kernels: Any = importlib.import_module("octavo.kernels.triton.peers")
         except ImportError:

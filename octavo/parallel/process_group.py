@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -94,8 +95,10 @@ class DistributedGroup(TensorParallelGroup):
         except PeerError as error:
             logger.warning("sums over ranks go through NCCL alone: %s", error)
         else:
-            few = "" if any_rows else f" up to {self._peers.rows} rows, NCCL beyond"
-            self.transport = f"peer memory{few}"
+            rows = self._peers.rows
+            self.transport = "peer memory" + (
+                "" if rows == sys.maxsize else f" up to {rows} rows, NCCL beyond"
+            )
 
     def _gather_bytes(self, own: bytes) -> list[bytes]:
         parts = [torch.empty(len(own), dtype=torch.uint8) for _ in range(self.size)]

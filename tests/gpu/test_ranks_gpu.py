@@ -147,10 +147,10 @@ def make(variant: str, **settings: Any) -> LLM:
     [
         ("llama", dict(tensor_parallel_size=2)),
         ("llama", dict(tensor_parallel_size=2, disable_custom_all_reduce=True)),
-        ("qwen3", dict(tensor_parallel_size=2, enforce_eager=True)),
-        ("gemma2", dict(tensor_parallel_size=2)),
-        ("qwen3-moe", dict(tensor_parallel_size=2)),
         ("llama", dict(pipeline_parallel_size=2)),
+        pytest.param("qwen3", dict(tensor_parallel_size=2, enforce_eager=True), marks=pytest.mark.slow),
+        pytest.param("gemma2", dict(tensor_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", dict(tensor_parallel_size=2), marks=pytest.mark.slow),
     ],
 )
 def test_ranks_say_what_transformers_says(variant: str, settings: dict[str, Any]) -> None:
@@ -172,6 +172,7 @@ def test_ranks_say_what_transformers_says(variant: str, settings: dict[str, Any]
         assert len(outputs[8].outputs[0].token_ids) == tiny.NEW_TOKENS
 
 
+@pytest.mark.slow
 def test_a_large_model_runs() -> None:
     shape = Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-8b"
     with LLM(
