@@ -39,6 +39,21 @@ def step_bytes(
     return max(forward, sampler + rows * 2 * hidden * itemsize)
 
 
+def expanded_bytes(model: ModelConfig, itemsize: int, ranks: int = 1) -> int:
+    """Bytes of a layer's largest matrix in the activations' type: many rows are multiplied with weights of 8
+    or 4 bits, beside activations that keep theirs, by expanding them on a GPU, one matrix at a time.
+
+    Args:
+        itemsize: bytes of an activation.
+        ranks: as for `step_bytes`.
+    """
+    heads = model.num_heads + 2 * model.num_kv_heads
+    inner = [2 * model.intermediate_size, heads * model.head_dim]
+    if model.moe is not None:
+        inner += [2 * model.moe.shared_size, 2 * model.moe.expert_size]
+    return -(-max(inner) // ranks) * model.hidden_size * itemsize
+
+
 def recorded_bytes(model: ModelConfig, rows: int, itemsize: int, ranks: int = 1) -> int:
     """Bytes of the tensors of a CPU's recorded decode steps, which share them: those of the largest.
 

@@ -24,12 +24,13 @@ from octavo.models.transformers_config import ENCODER
 from octavo.parallel.stages import divide_layers, read_partition
 from octavo.parallel.state import TensorParallelGroup, use_group
 from octavo.planning import budget
-from octavo.planning.activations import recorded_bytes, step_bytes
+from octavo.planning.activations import expanded_bytes, recorded_bytes, step_bytes
 from octavo.planning.cards import Card
 from octavo.planning.ledger import KVFit, Ledger, gib, kv_fit
 from octavo.planning.weights import Stored, WeightBytes, stored_tensors, weight_bytes
 from octavo.quantization.capability import Hardware
-from octavo.quantization.local_hardware import assumed
+from octavo.quantization.checkpoint_method import mode_of
+from octavo.quantization.local_hardware import assumed, hardware_of
 from octavo.quantization.scheme import QuantizationConfig
 from octavo.speculative_config import WHOLE_MODELS
 from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
@@ -228,6 +229,7 @@ class Planner:
         shapes = self._build(config, dtype, wanted, layout.tensor)
         with machine.assumed():
             weights = self._weights(shapes, config, quantization, dtype, device)
+            expands = _expands(quantization, machine.device)
         draft = self._draft(config, dtype, machine, wanted)
         bounds = _stage_bounds(config, weights, self.model, layout.pipeline)
         groups = _stage_groups(shapes, bounds)
@@ -240,6 +242,8 @@ class Planner:
         itemsize = DTYPES[dtype].itemsize
         whole_experts = config.enable_expert_parallel
         step = step_bytes(self.model, rows, requests, itemsize, layout.tensor, whole_experts)
+        if expands:
+            step += expanded_bytes(self.model, itemsize, layout.tensor)
         free = machine.total - machine.other - held["weights"]
         kv, reserved = self._kv_bytes(config, machine, free, tables + step)
         most = budget.useful_blocks(groups, config.max_num_seqs, wanted)
@@ -400,6 +404,14 @@ def _with_room(draft: DraftPlan, groups: list[KVGroup], num_blocks: int, request
         return draft
     blocks = blocks_of(request_len, draft.groups[0].format.block_size) * len(draft.groups)
     return replace(draft, request_bytes=pages.pages_for(blocks) * page_bytes(groups))
+
+
+def _expands(quantization: QuantizationConfig | None, device: torch.device) -> bool:
+    """Whether a device multiplies many rows with matrices that it expands (`octavo.kernels.triton`)."""
+    if quantization is None or device.type != "cuda":
+        return False
+    modes = [mode_of(quantization, scheme, hardware_of(device)).mode for scheme in quantization.schemes]
+    return "W8A16" in modes or "W4A16" in modes
 
 
 def _stage_bounds(

@@ -67,8 +67,6 @@ def running(scheme: WeightScheme, hardware: Hardware) -> Running:
     asked = asked_mode(scheme)
     if scheme.bits == 4 and scheme.group_size is not None and scheme.group_size % 32:
         return Running("dequantized", f"groups of {scheme.group_size} columns are no multiples of 32")
-    if scheme.kind == "nf4":
-        return Running("W4A16")
     if not hardware.kernels:
         return Running("dequantized", _TRITON)
     if hardware.capability < _KERNELS:

@@ -25,6 +25,7 @@ from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import bytes_cases, tiles_cases
+from tests.quantization import checkpoints
 
 bf16, fp16 = torch.bfloat16, torch.float16
 DEVICE = torch.device("cuda", torch.cuda.current_device())
@@ -186,6 +187,17 @@ def test_float32(form: str) -> None:
     want = wanted(matrix, x, bias, False)
     got = matrix.linear(x, bias, None)
     assert float((got.double() - want).abs().max() / want.abs().max()) < 1e-3  # TF32, where it is allowed
+
+
+@pytest.mark.parametrize("chunk", [1, 1000])
+@pytest.mark.parametrize("name", ["w4a16", "gptq_desc_act", "awq", "bnb_nf4_nested", "w8a16", "moe_w4a16"])
+def test_checkpoints(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole models, from the formats' own libraries, token by token and all at once."""
+    monkeypatch.undo()  # caches must be finite where they are not written
+    want = checkpoints.expected(name)
+    model = checkpoints.load(name, bf16, device="cuda")
+    got = checkpoints.logits(model, want["tokens"], chunk).cpu().float()
+    assert checkpoints.spread(got, want["logits"]) < 0.06
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 200])

@@ -198,7 +198,9 @@ def test_modes_by_hardware() -> None:
     }  # fmt: skip
     assert modes(HOPPER) == asked
     assert modes(AMPERE) == asked | dict.fromkeys(("FP8_DYNAMIC", "FP8", "FP8_BLOCK"), "W8A16")
-    assert set(modes(Hardware("cuda", (7, 5))).values()) == {"dequantized", "W4A16"}  # NF4's are PyTorch's
+    assert set(modes(Hardware("cuda", (7, 5))).values()) == {"dequantized"}
+    small = WeightScheme("int4", "group", 16)
+    assert running(small, HOPPER).reason == "groups of 16 columns are no multiples of 32"
     assert modes(Hardware("cpu")) == {
         **dict.fromkeys(("FP8_DYNAMIC", "FP8", "FP8_BLOCK", "NF4"), "dequantized"),
         "W8A8": "W8A8", "W8A16": "W8A8", "W4A16": "W4A8", "W4A16_ASYM": "W4A8",

@@ -129,10 +129,11 @@ def default_cut(rows: int, steps: int, size_out: int, gated: bool, multiprocesso
     # With both halves of a gated matrix the sums of 128 rows need more registers than there are.
     tile_rows = min(64 if gated else 128, max(8, power_of_2(rows)))
     # Up to 16 rows warps multiply by their own instructions, beyond four of them by Hopper's.
-    block_out, warps = (64 // matrices, 2) if tile_rows <= 16 else (64, 4)
+    block_out, warps = (64 // matrices, 2) if tile_rows <= 16 else (64, 8 if tile_rows == 128 else 4)
     programs = ceil_div(size_out // matrices, block_out) * ceil_div(rows, tile_rows)
     splits = 1
-    while splits < 8 and programs * splits < 2 * multiprocessors and steps >= 4 * splits:
+    enough = 2 * multiprocessors if tile_rows <= 16 else multiprocessors  # sums of many rows are not small
+    while splits < 8 and programs * splits < enough and steps >= 4 * splits:
         splits *= 2
     return Cut(block_out, 4 if tile_rows <= 32 else 3 if tile_rows == 64 else 2, warps, splits, tile_rows)
 
