@@ -1,22 +1,22 @@
 """Speculation on a GPU: tokens per second, what a step takes and what it costs the host, of random weights.
 
-Usage: python -m benchmarks.speculative_gpu [--parts one fp8 sweep] [--seconds N] [--json FILE]
+Usage: python -m benchmarks.speculative_gpu [--parts sweep one fp8] [--seconds N] [--json FILE]
 
-- one: one request; no drafts, an EAGLE-3 head of the published shape with 3 and 5 drafts, the same in FP8, a
-  draft model of 1B, look-ups.
+- sweep: 1, 16, 64 and 256 requests; no drafts, 5 each of an EAGLE-3 head of the published shape (fewer where
+  a step would have more rows of logits than 256), and as many as pay.
+- one: one request; the same head with 3 drafts, and in FP8 with 5; a draft model of 1B; look-ups.
 - fp8: one request, weights and KV cache in FP8, with the same head.
-- sweep: 1, 16, 64 and 256 requests; no drafts, 5 each (fewer where a step's rows of logits are used up), and
-  as many as pay.
 
 With random weights nothing that is drafted would stand, so acceptance is synthetic: each draft stands with
 probability 0.74 if all before it do. With 7 drafts that makes 3.49 tokens a step, which was published for
-yuhuili/EAGLE3-LLaMA3.1-Instruct-8B on HumanEval (huggingface.co/nebius/EAGLE3-Llama-3.3-70B-Instruct; it says
-2.77, 0.65 each, for MT-bench, and 3.34 for GSM8K). What a step takes does not depend on it.
+yuhuili/EAGLE3-LLaMA3.1-Instruct-8B on HumanEval at temperature 1 (huggingface.co/nebius, in the card of
+EAGLE3-Llama-3.3-70B-Instruct; it says 2.77, 0.65 each, for MT-bench, and 3.34 for GSM8K). What a step takes
+does not depend on it.
 
 A rate is of the tokens after the first: the time of a run less that of one token for all. Every engine runs
-each workload three times, of which the first records its steps; the best of the others counts, as other work
-of the machine only adds. `floor ms`: bytes of weights that a step reads, and for each draft those that the
-draft's model reads, over the memory's bandwidth as measured on an H200.
+each workload three times (from 64 requests on twice), of which the first records its steps; the best of the
+others counts, as other work of the machine only adds. `floor ms`: bytes of weights that a step reads, and for
+each draft those that the draft's model reads, over the memory's bandwidth as measured on an H200.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "fp8": {"off, fp8": FP8, "eagle3, 5, fp8": {**ONE["eagle3, 5"], **FP8}},
     "sweep": {
         "off": {},
-        "eagle3, 5": ONE["eagle3, 5"],
+        "eagle3, 5": dict(ONE["eagle3, 5"]),
         "eagle3, adaptive": {"speculative_config": speculation("eagle3", 5, True, **HEAD)},
     },
 }
@@ -119,23 +119,24 @@ def run(llm: LLM, n: int, tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure(llm: LLM, n: int, watch: Watch, rounds: int = 3) -> dict[str, float]:
+def measure(llm: LLM, n: int, watch: Watch) -> dict[str, float]:
     """What n requests at once yield."""
     best: dict[str, float] = {}
+    tokens, rounds = (TOKENS, 3) if n < 64 else (TOKENS // 2, 2)
     for number in range(rounds):
         llm.reset_prefix_cache()
         first = run(llm, n, 1)
         llm.reset_prefix_cache()
         before = llm.stats()
         watch.take()
-        seconds = run(llm, n, TOKENS) - first
+        seconds = run(llm, n, tokens) - first
         after = llm.stats()
         steps = after.num_steps - before.num_steps - 1  # but for that of the prompts
         drafts = after.spec_draft_tokens - before.spec_draft_tokens
         found = {
-            "tokens/s": n * (TOKENS - 1) / seconds,
+            "tokens/s": n * (tokens - 1) / seconds,
             "ms/step": 1e3 * seconds / steps,
-            "tokens/step": (TOKENS - 1) / steps,
+            "tokens/step": (tokens - 1) / steps,
             "drafts": drafts / max(steps, 1) / n,
             "stood": (after.spec_accepted_tokens - before.spec_accepted_tokens) / max(drafts, 1),
             "host µs": watch.take(),
@@ -203,7 +204,7 @@ def part(name: str, watch: Watch, deadline: float) -> Iterator[dict[str, Any]]:
                 }
                 if n == 1:
                     row |= {"floor ms": floor_ms(llm, watch, round(row["drafts"]))}
-                    if name != "sweep" and torch.cuda.is_available():
+                    if torch.cuda.is_available():
                         row |= launches(llm)
                 yield row
         except RuntimeError as error:
@@ -245,11 +246,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["sweep", "one", "fp8"])
     parser.add_argument("--seconds", type=float, default=150.0, help="no engine is started after so long")
     parser.add_argument("--json", type=Path, help="where the rows are written as they come")
     args = parser.parse_args()
     deadline, watch, rows = time.monotonic() + args.seconds, Watch(), list[dict[str, Any]]()
+    if "sweep" in args.parts:  # which has these
+        for label in ("off", "eagle3, 5"):
+            del PARTS["one"][label]
     for name in args.parts:
         for row in part(name, watch, deadline):
             rows.append(row)
