@@ -49,6 +49,17 @@ def test_look_up(rows: int, shape: Shape, want: Choice | None) -> None:
     assert linear_choice.look_up({}, rows, shape) is None
 
 
+def test_a_cut_for_longer_rows_is_fitted() -> None:
+    """As what a tensor-parallel rank has of a matrix: half of its inputs."""
+    measured = Choice("few_rows", (2, 4096, 8, 1, 660))
+    table = {Shape(4096, 4096, False): {1: measured, 8: SKINNY}}
+    assert linear_choice.look_up(table, 1, Shape(4096, 4096, False)) == measured
+    fitted = Choice("few_rows", (4, 2048, 8, 1, 660))
+    assert linear_choice.look_up(table, 1, Shape(2048, 4096, False)) == fitted
+    assert linear_choice.look_up(table, 1, Shape(7168, 4096, False)) == measured
+    assert linear_choice.look_up(table, 8, Shape(2048, 4096, False)) == SKINNY
+
+
 @pytest.mark.parametrize("chip", [H200, Chip(108, 163 << 10), Chip(46, 99 << 10)])
 def test_defaults_fit(chip: Chip) -> None:
     """Shared memory holds the tiles, and the device is occupied."""

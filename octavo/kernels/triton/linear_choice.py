@@ -108,7 +108,17 @@ def look_up(table: Table, rows: int, shape: Shape) -> Choice | None:
         return None
     choices = table[nearest]
     bucket = min((n for n in choices if n >= rows), default=None)
-    return None if bucket is None else choices[bucket]
+    return None if bucket is None else _fitted(choices[bucket], shape)
+
+
+def _fitted(choice: Choice, shape: Shape) -> Choice:
+    """A choice for rows of another length: a step of `few_rows_linear` has no more inputs than the matrix,
+    and as many times more outputs, so that a program still has as many weights under way."""
+    width = max(8, power_of_2(shape.size_in))
+    if choice.kind != "few_rows" or choice.config is None or choice.config[1] <= width:
+        return choice
+    outputs, inputs, *others = choice.config
+    return Choice("few_rows", (outputs * (inputs // width), width, *others))
 
 
 def default_config(rows: int, shape: Shape, chip: Chip) -> SkinnyConfig:
