@@ -3,16 +3,20 @@ ones run in tests/gpu. What is drafted is what is drafted eagerly, and no token 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import SamplingParams
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.verdicts import Verdicts
 from tests import tiny
 from tests.engine.speculative_methods import METHODS, check_drafted, drafted
 from tests.engine.test_eagle3 import Watch
 from tests.engine.test_llm_parity import expected, generate
-from tests.worker.pretended_graphs import Recordings, pretend_graphs
+from tests.worker.pretended_graphs import Recordings, Replay, pretend_graphs
 
 WORKER = ["draft_model", "pard", "eagle3"]
 
@@ -103,3 +107,62 @@ def test_some_draw_and_some_are_greedy_beside_what_is_penalized(recorded: Record
             tokens.append([o.outputs[0].token_ids for o in outputs])
     assert tokens[0] == tokens[1]
     assert any(key[-1] is True for key in recorded.works if key[0] == "chain")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would be given: operations that are no views, those within `one` as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self._within = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._within and not func.is_view:
+            self.count[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+    def one(self, name: str, function: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            self.count[name] += 1
+            self._within = True
+            try:
+                return function(*args)
+            finally:
+                self._within = False
+
+        return counted
+
+
+@pytest.mark.parametrize("method, graphs", [("eagle3", 3), ("draft_model", 2), ("pard", 2)])
+def test_a_step_is_a_few_launches(
+    method: str, graphs: int, recorded: Recordings, monkeypatch: pytest.MonkeyPatch
+):
+    """Of most: others enter blocks into tables. Copies: tokens and their number to the host, and how many are
+    known to where the next drafts begin."""
+    launches, steps = Launches(), []
+    monkeypatch.setattr(Replay, "replay", launches.one("replay", Replay.replay))
+    make, execute = Verdicts.__init__, ModelRunner.execute
+
+    def init(self: Verdicts, *args: Any) -> None:
+        make(self, *args)
+        self._judge = launches.one("judge", self._judge)
+
+    def counted(self: ModelRunner, plan: Any) -> Any:
+        launches.count.clear()
+        with launches:
+            launched = execute(self, plan)
+        steps.append(dict(launches.count))
+        return launched
+
+    monkeypatch.setattr(Verdicts, "__init__", init)
+    monkeypatch.setattr(ModelRunner, "execute", counted)
+    with drafted(method, async_scheduling=True) as llm:
+        for _ in range(2):
+            params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+            llm.generate([tiny.PROMPTS[0]], params, use_tqdm=False)
+    steady = [step for step in steps if step.get("replay") == graphs]
+    want = {"replay": graphs, "judge": 1, "copy_": 3}
+    if method == "pard":  # how much its cache holds
+        want["index_put_"] = 1
+    assert steady.count(want) > len(steady) / 2, steady[-8:]
