@@ -1,6 +1,7 @@
 """Products in 8 bits on the GPU: times what is chosen, or finds the fastest cuts and writes tables to ship.
 
-Usage: python benchmarks/lowbit_gpu.py [--kinds fp8,int8] [--tune] [--write octavo/kernels/triton/tuned]
+Usage: python benchmarks/lowbit_gpu.py [--kinds fp8,int8] [--rows 1,4]
+       [--tune [--write octavo/kernels/triton/tuned]]
 
 Every product follows, as in a decoder layer, what quantizes its rows (one row is quantized in it), inside
 replayed CUDA graphs, and reads other weights than the one before. Printed are the time of both, the product's
@@ -86,11 +87,13 @@ class Found(NamedTuple):
 
 
 def cells(rows: tuple[int, ...]) -> Iterator[tuple[Shape, int]]:
-    """Shapes and numbers of rows; only one row's product ends with an activation."""
+    """Shapes and numbers of rows; only one row's product may end with an activation."""
     for shapes in SHAPES.values():
         for shape in shapes:
             for count in rows:
-                yield shape._replace(gated=shape.gated and count == 1), count
+                if shape.gated and count == 1:
+                    yield shape, count
+                yield shape._replace(gated=False), count
 
 
 def row_cuts(shape: Shape) -> Iterator[RowConfig]:
@@ -104,22 +107,24 @@ def row_cuts(shape: Shape) -> Iterator[RowConfig]:
         for warps in dict.fromkeys(min(16, max(1, width // size)) for size in (1024, 512, 256)):
             for weights in (32, 64):
                 outputs = weights * 32 * warps // width
-                for tiles in (1, 2, 4, 8):
+                for tiles in (1, 2, 3, 4, 6, 8):
                     programs = ceil_div(shape.size_out, max(1, outputs * tiles)) * splits
-                    if 2 <= outputs <= 32 and splits <= 8 and 132 <= programs <= 132 * 64:
+                    held = weights * tiles <= 256
+                    if 2 <= outputs <= 32 and splits <= 8 and held and 132 <= programs <= 132 * 64:
                         yield RowConfig(outputs, warps, tiles, splits)
 
 
 def after_norm(shape: Shape) -> bool:
     """Whether a model's product of this shape follows a norm: those that come of the hidden size."""
-    return shape.gated or (shape.size_out >= shape.size_in and shape.size_in != shape.size_out)
+    return shape.size_out > shape.size_in
 
 
 def cuts(kind: Kind8, shape: Shape, rows: int, processors: int = 132) -> Iterator[Choice]:
     """What may be the fastest."""
     if rows == 1:
         yield from (Choice("few_rows", cut) for cut in row_cuts(shape))
-        return
+        if shape.gated:
+            return
     if library_serves(rows, shape, kind, BF16) and rows >= 16:
         yield Choice("cublas")
     for block_out, block_in, stages, warps, first, tile in TILES[min(256, max(16, power_of_2(rows)))]:
@@ -160,7 +165,7 @@ class Product:
         self.stream = torch.zeros_like(self.x)
         self.factor = torch.ones(shape.size_in, dtype=BF16, device=memory.device)
         self.gates = None
-        if rows > 1 and not after_norm(shape) and shape.size_in > 2 * shape.size_out:
+        if not after_norm(shape) and shape.size_in > 2 * shape.size_out:
             self.gates = torch.randn(rows, 2 * shape.size_in, device=memory.device).to(BF16)
 
     def quantized(self) -> Any:
@@ -175,7 +180,7 @@ class Product:
     def run(self, choice: Choice, place: int = 0) -> torch.Tensor:
         """Rows and product."""
         weight, scale = self.matrices[place]
-        if self.rows == 1:
+        if choice.kind == "few_rows":
             fused: dict[str, Any] = {"act": "silu"} if self.shape.gated else {}
             if after_norm(self.shape):
                 fused |= {"norm": (self.factor, 1e-5), "residual": self.stream}
@@ -185,9 +190,9 @@ class Product:
     def wrong(self, choice: Choice) -> float:
         """How far it is from the plain twin."""
         weight, scale = self.matrices[0]
-        x = self.x
+        x, alone = self.x, choice.kind == "few_rows"
         self.stream.zero_()  # to which runs have added
-        if self.gates is not None:
+        if self.gates is not None and not alone:
             x = ops.silu_and_mul(self.gates)
         elif after_norm(self.shape):
             x = norm.rms_norm(x, self.factor, 1e-5)
@@ -196,7 +201,7 @@ class Product:
         else:
             plain = reference_lowbit.int8_linear if self.kind == "int8" else reference_lowbit.fp8_linear
             want = plain(x, weight, scale)
-        if self.shape.gated and self.rows == 1:
+        if self.shape.gated:
             want = ops.silu_and_mul(want)
         return float((self.run(choice).float() - want.float()).norm() / want.float().norm())
 
@@ -322,7 +327,7 @@ class Bench:
             return
         best = again[0]
         alone = 0.0
-        if rows > 1:
+        if best.choice.kind != "few_rows":
             alone = self.clock.seconds(lambda _: product.quantized(), 1)
         kept = best.choice
         if kept.kind != "cublas" and kept.config is not None:
@@ -370,9 +375,13 @@ class Bench:
         """What the products of a step take, with what quantizes their rows."""
         for model, shapes in SHAPES.items():
             for count in rows:
-                keys = [(s._replace(gated=s.gated and count == 1), count, n) for s, n in shapes.items()]
-                if all((shape, count) in self.steps for shape, count, _ in keys):
-                    total = sum(self.steps[shape, count] * n for shape, count, n in keys)
+                keys = [(s._replace(gated=False), s, n) for s, n in shapes.items()]
+                if all((shape, count) in self.steps for shape, _, _ in keys):
+                    # One row's gates may be either product's.
+                    total = sum(
+                        n * min(self.steps[shape, count], self.steps.get((whole, count), float("inf")))
+                        for shape, whole, n in keys
+                    )
                     floor = sum(s.size_in * s.size_out * n for s, _, n in keys) / self.bandwidth
                     print(
                         f"{self.kind}: {model}, {count} rows: {total * 1e3:.3f} ms, bytes {floor * 1e3:.3f}"
@@ -383,6 +392,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--tune", action="store_true", help="try all cuts, at the tables' numbers of rows")
+    parser.add_argument("--rows", help="only these numbers of rows")
     parser.add_argument("--write", metavar="DIR", help="with --tune: write DIR/KIND/NAME.json")
     parser.add_argument("--name", default="h200")
     parser.add_argument("--serves", default="h200,gh200,h100,h800", help="words of chips' names it is for")
@@ -396,6 +406,8 @@ def main() -> None:
     capability = properties.major * 10 + properties.minor
     device = torch.device("cuda", 0)
     rows = ROWS if args.tune else REPORTED
+    if args.rows:
+        rows = tuple(map(int, args.rows.split(",")))
     kinds: list[Kind8] = [kind for kind in KINDS if kind in args.kinds.split(",")]
     chosen: dict[Kind8, dict[tuple[Shape, int], list[Choice]]] = {}
     compiling = {}

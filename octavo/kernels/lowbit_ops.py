@@ -73,6 +73,12 @@ def has_w8a8(x: torch.Tensor) -> bool:
     return hasattr(_kernels(x.device.type), "rms_norm_w8a8_linear")
 
 
+def takes_gates(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether, at as many rows as `x` has, `gated_w8a8_linear` is better than an activation at the end of the
+    product before. Only where `has_w8a8`."""
+    return _kernels(x.device.type).takes_gates(x, weight, scale)
+
+
 def rms_norm_w8a8_linear(
     x: torch.Tensor,
     residual: torch.Tensor | None,

@@ -68,7 +68,7 @@ def quantize_groups_fp8(x: torch.Tensor, group: int = FP8_BLOCK) -> tuple[torch.
     """
     rows, columns = x.shape
     groups = F.pad(x.float(), (0, -columns % group)).unflatten(1, (-1, group))
-    scale = groups.abs().amax(2).clamp_min(LEAST) / FP8_LARGEST
+    scale = _over(groups.abs().amax(2).clamp_min(LEAST), FP8_LARGEST)
     codes = _fp8(groups / scale[:, :, None]).flatten(1)
     return codes[:, :columns].contiguous(), scale
 
@@ -76,7 +76,12 @@ def quantize_groups_fp8(x: torch.Tensor, group: int = FP8_BLOCK) -> tuple[torch.
 def _row_scales(x: torch.Tensor, largest: float, given: torch.Tensor | None) -> torch.Tensor:
     if given is not None:
         return given.float().reshape(1).expand(x.shape[0])
-    return x.float().abs().amax(1).clamp_min(LEAST) / largest
+    return _over(x.float().abs().amax(1).clamp_min(LEAST), largest)
+
+
+def _over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """`x / number` as a division: on a GPU PyTorch multiplies with a number's reciprocal instead."""
+    return x / x.new_full((), number)
 
 
 def _fp8(x: torch.Tensor) -> torch.Tensor:

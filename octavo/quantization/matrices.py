@@ -360,8 +360,9 @@ class Matrix8(Matrix):
         )
 
     def takes_gates(self, x: torch.Tensor) -> bool:
-        # The kernel of one row ends with the activation, and begins with the rows' quantization.
-        return self.activations is not None and x.shape[0] > 1 and lowbit_ops.has_w8a8(x)
+        if self.activations is None or not lowbit_ops.has_w8a8(x):
+            return False
+        return lowbit_ops.takes_gates(x, self.weight, self.scale)
 
     def linear_of_gates(
         self, gates: torch.Tensor, act: Activation, bias: torch.Tensor | None

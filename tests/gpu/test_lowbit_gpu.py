@@ -76,7 +76,8 @@ def test_models(kind: str, shape: tuple[int, int]) -> None:
         # The rows' sizes grow: those of a product are of many.
         picked = torch.randperm(max(ROWS), device=DEVICE)[:rows]
         got = product(case.x[picked], case.weight, case.scale)
-        assert far(got, want[picked]) < 4e-3, rows
+        # The library's sums of FP8 keep 14 bits from step to step of 14336.
+        assert far(got, want[picked]) < 6e-3, rows
     assert not workspace(DEVICE).counters.any()
 
 
@@ -97,7 +98,7 @@ def test_odd_sizes(kind: str, config: SkinnyConfig) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [None, (4, 8, 2), (2, 4, 3), (4, 4, 2, 4), (8, 8, 1, 2), (4, 8, 4, 1, 16)])
+@pytest.mark.parametrize("config", [None, (4, 8, 2), (2, 4, 3), (4, 4, 2, 4), (8, 8, 1, 2), (4, 8, 4, 1)])
 def test_one_row(kind: str, config: tuple[int, ...] | None) -> None:
     split = config is not None and len(config) > 3 and config[3] > 1
     shapes = [(4096, 6144, BF16), (1000, 202, torch.float16)]
@@ -219,7 +220,9 @@ def test_choices_are_made_without_the_device() -> None:
         for size_in, size_out in SHAPES:
             for rows in ROWS:
                 choice = choice_8bit.choose(rows, size_in, size_out, False, kind, BF16, DEVICE)
-                assert (choice.kind == "few_rows") == (rows == 1)
+                assert rows == 1 or choice.kind != "few_rows"
+                if kind == "fp8" and rows >= 512:
+                    assert choice.kind == "cublas"
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8"])

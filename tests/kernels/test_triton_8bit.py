@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 from octavo.kernels import ops, reference, reference_lowbit
 from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
+from octavo.kernels.triton.linear_choice import Choice
+from octavo.kernels.triton.lowbit_8bit import multiply
 from octavo.kernels.triton.row_8bit import row_8bit
 from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, Form, Rows8
 from octavo.kernels.triton.scale_rows import scale_rows
@@ -205,11 +207,12 @@ def test_one_row_whose_inputs_are_split(kind: str, config: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 18])
-def test_the_names_of_the_dispatch(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `lowbit_ops` calls, by the choices of a device that nobody measured; many rows of int8 by
-    PyTorch's product."""
-    monkeypatch.setattr(choice_8bit, "_MANY_ROWS", 17)
+@pytest.mark.parametrize(("rows", "own"), [(1, True), (1, False), (5, True)])
+def test_the_names_of_the_dispatch(kind: str, rows: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `lowbit_ops` calls, by the choices of a device that nobody measured; one row by its own kernel or
+    as several."""
+    if not own:
+        monkeypatch.setattr(choice_8bit, "_ONE_ROW", 0)
     choice_8bit.choose.cache_clear()
     size_in, size_out = 144, 48
     case = lowbit_cases.make(kind, rows, size_in, size_out, torch.float32, DEVICE)
@@ -229,10 +232,19 @@ def test_the_names_of_the_dispatch(kind: str, rows: int, monkeypatch: pytest.Mon
     got, stream = lowbit.rms_norm_w8a8_linear(case.x, residual, norm, 1e-5, *rest)
     assert torch.equal(stream, total)
     assert lowbit_cases.error(got, case.want(normed)) < 0.02
+    assert lowbit.takes_gates(case.x, case.weight, case.scale) == (rows > 1 or not own)
     gates = torch.cat((case.x, torch.randn_like(case.x)), 1)
     for function in (act, plainly):
         got = lowbit.gated_w8a8_linear(gates, function, *rest)
         assert lowbit_cases.error(got, case.want(plainly(gates))) < 0.02
+    choice_8bit.choose.cache_clear()
+
+
+def test_many_rows_by_the_library() -> None:
+    case = lowbit_cases.make("int8", 18, 64, 48, HALF, DEVICE)
+    rows = plain(case.x, INT8_ROWS)
+    got = multiply(rows, case.weight, case.scale, case.bias, HALF, Choice("cublas"))
+    assert lowbit_cases.error(got, case.want()) < TOLERANCE[HALF]
 
 
 def test_no_rows() -> None:

@@ -41,6 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     kernels = SimpleNamespace(**{name: recorded(name) for name in lowbit.__all__})
+    kernels.takes_gates = lowbit.takes_gates
     monkeypatch.setattr(lowbit_ops, "_kernels", lambda device_type: kernels)
     return made
 

@@ -11,6 +11,7 @@ from octavo.kernels.triton.lowbit_8bit import (
     gated_w8a8_linear,
     int8_linear,
     rms_norm_w8a8_linear,
+    takes_gates,
 )
 from octavo.kernels.triton.weight_only import rms_norm_tiles_linear, tiles_linear, weight_only_linear
 
@@ -21,6 +22,7 @@ __all__ = [
     "int8_linear",
     "rms_norm_tiles_linear",
     "rms_norm_w8a8_linear",
+    "takes_gates",
     "tiles_linear",
     "weight_only_linear",
 ]

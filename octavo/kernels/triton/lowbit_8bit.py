@@ -52,7 +52,7 @@ def multiply(
     count, size_in = rows.codes.shape
     kind = kind_of(weight, scale)
     if choice is None:
-        # Choices for many rows differ little, and are remembered.
+        # One row has been quantized already. Choices for many rows differ little, and are remembered.
         about = max(2, count) if count <= 256 else power_of_2(count)
         choice = choose(about, size_in, weight.shape[0], False, kind, dtype, weight.device)
     if choice.kind == "skinny":
@@ -71,21 +71,18 @@ def multiply(
     )
 
 
-def _one_row(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    act: Activation | None,
-    norm: tuple[torch.Tensor, float] | None = None,
-    residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    name = None if act is None else ops.GATED.get(act)
-    kind = kind_of(weight, scale)
-    config = choose(1, x.shape[1], weight.shape[0], name is not None, kind, x.dtype, x.device).config
-    out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, config)
-    return (out if act is None or name is not None else act(out)), stream
+def _row_kernel(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gated: bool) -> Choice | None:
+    """The choice of `row_8bit` for such rows, if it is chosen."""
+    if x.shape[0] != 1:
+        return None
+    size_out, size_in = weight.shape
+    choice = choose(1, size_in, size_out, gated, kind_of(weight, scale), x.dtype, x.device)
+    return choice if choice.kind == "few_rows" else None
+
+
+def takes_gates(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """See `lowbit_ops.takes_gates`."""
+    return _row_kernel(x, weight, scale, False) is None
 
 
 def w8a8_linear(
@@ -97,8 +94,11 @@ def w8a8_linear(
     act: Activation | None = None,
 ) -> torch.Tensor:
     """`lowbit_ops.fp8_linear` or `int8_linear`, by the weight; with scales of blocks `fp8_block_linear`."""
-    if x.shape[0] == 1:
-        return _one_row(x, weight, scale, bias, input_scale, act)[0]
+    name = None if act is None else ops.GATED.get(act)
+    choice = _row_kernel(x, weight, scale, name is not None)
+    if choice is not None:
+        out = row_8bit(x, weight, scale, bias, input_scale, name, config=choice.config)[0]
+        return out if act is None or name is not None else act(out)
     rows = quantize_rows(x, form_of(weight, scale, input_scale))
     out = multiply(rows, weight, scale, bias, x.dtype)
     return out if act is None else act(out)
@@ -130,8 +130,12 @@ def rms_norm_w8a8_linear(
     act: Activation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lowbit_ops.rms_norm_w8a8_linear`."""
-    if x.shape[0] == 1:
-        return _one_row(x, weight, scale, bias, input_scale, act, (norm_weight, eps), residual)
+    name = None if act is None else ops.GATED.get(act)
+    choice = _row_kernel(x, weight, scale, name is not None)
+    if choice is not None:
+        norm = (norm_weight, eps)
+        out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, choice.config)
+        return (out if act is None or name is not None else act(out)), stream
     form = form_of(weight, scale, input_scale)
     rows = rms_norm_quantize(x, residual, norm_weight, eps, form)
     out = multiply(rows, weight, scale, bias, x.dtype)
@@ -148,7 +152,7 @@ def gated_w8a8_linear(
 ) -> torch.Tensor:
     """See `lowbit_ops.gated_w8a8_linear`."""
     name = ops.GATED.get(act)
-    if name is None or gates.shape[0] == 1:
+    if name is None or not takes_gates(gates, weight, scale):
         return w8a8_linear(act(gates), weight, scale, bias, input_scale)
     rows = gated_quantize(gates, name, form_of(weight, scale, input_scale))
     return multiply(rows, weight, scale, bias, gates.dtype)

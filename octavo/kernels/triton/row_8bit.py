@@ -15,7 +15,7 @@ import triton.language as tl
 
 from octavo.kernels.reference_lowbit import FP8_BLOCK
 from octavo.kernels.triton.activation import gated
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 from octavo.kernels.triton.norm import normalized
 from octavo.kernels.triton.rows_8bit import codes_of, given_or_scale_of, group_codes, scale_of
 from octavo.kernels.triton.split_sums import add_parts
@@ -31,25 +31,23 @@ class RowConfig(NamedTuple):
         outputs: rows of the matrix that a program multiplies at a time (of a gated one, half of them of
             each half), a power of 2.
         warps: of a program.
-        tiles: how many times `outputs` a program multiplies.
+        tiles: how many times `outputs` a program multiplies. It sends for the weights of all of them before
+            it waits for the row: what a program does beside reading weights takes some 2 µs.
         splits: programs that share the inputs of a tile, without a norm or an activation; the last of them
             to finish adds their sums in a fixed order.
-        prefetch: KiB of the tiles after its first for which a program sends before it waits for the kernel
-            ahead, where it multiplies whole rows of the matrix.
     """
 
     outputs: int
     warps: int
     tiles: int = 1
     splits: int = 1
-    prefetch: int = 0
 
 
 def row_config(size_in: int, size_out: int, alone: bool) -> RowConfig:
     """A sane cut where nothing was measured: 16 bytes a thread and output. `alone`: inputs may be shared."""
     splits = min(8, ceil_div(size_in, 4096)) if alone and size_in > 8192 else 1
     warps = max(1, min(8, power_of_2(ceil_div(size_in, splits)) // 512))
-    return RowConfig(4 if size_in // splits <= 4096 else 2, warps, 2 if size_out >= 16384 else 1, splits)
+    return RowConfig(4 if size_in // splits <= 4096 else 2, warps, 4 if size_out >= 4096 else 1, splits)
 
 
 @triton.jit
@@ -95,9 +93,9 @@ def _store_results(result, scale_ptr, bias_ptr, out_ptr, tile, OUT: tl.constexpr
 @triton.jit
 def _row_kernel(
     x_ptr, residual_ptr, norm_ptr, given_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, stream_ptr,
-    part_ptr, counter_ptr, weight_row, prefetch, eps,
+    part_ptr, counter_ptr, weight_row, eps,
     IN: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_IN: tl.constexpr, WIDTH: tl.constexpr,
-    OUTPUTS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr,
+    OUTPUTS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, GIVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -111,16 +109,11 @@ def _row_kernel(
     end = tl.minimum(begin + CHUNK, IN)
     cols = begin + tl.arange(0, BLOCK_IN)
     first = tl.program_id(0) * TILES
-    # No kernel writes weights: the first are on their way while the kernel before this one ends.
-    w = _load_tile(weight_ptr, weight_row, first, cols, end, OUT, OUTPUTS, GATED, ALL_COLS)
-    if TILES > 1 and SPLITS == 1 and OVERLAP:
-        if (prefetch > 0) & ((first + TILES) * OUTPUTS <= OUT):
-            # Rows of the tiles after the first follow each other (of a gated matrix, in each half).
-            lane = tl.arange(0, LANES)
-            HALVES: tl.constexpr = 2 if GATED else 1
-            after = (first + 1) * (OUTPUTS // HALVES) + (lane % HALVES) * (OUT // 2)
-            at = (weight_ptr + after.to(tl.int64) * weight_row).to(tl.int64) + lane // HALVES * prefetch
-            prefetch_l2(at, prefetch)
+    # No kernel writes weights: they are on their way while the kernel before this one ends.
+    tiles = ()
+    for step in tl.static_range(TILES):
+        w = _load_tile(weight_ptr, weight_row, first + step, cols, end, OUT, OUTPUTS, GATED, ALL_COLS)
+        tiles = tiles + (w,)  # type: ignore[assignment]
     if NORM:
         factor = tl.load(norm_ptr + cols, mask=cols < end, other=0.0)
     wait_for_previous(OVERLAP)
@@ -145,11 +138,9 @@ def _row_kernel(
         row = codes_of(x.to(tl.float32), row_scale, GIVEN, IS_FP8)
     place = tl.program_id(0).to(tl.int64)
     parts = part_ptr + place * (SPLITS * TILES * OUTPUTS)
-    for step in range(TILES):
+    for step in tl.static_range(TILES):
         tile = first + step
-        wide = w.to(tl.float32)
-        if step + 1 < TILES:  # past the last tile nothing is read
-            w = _load_tile(weight_ptr, weight_row, tile + 1, cols, end, OUT, OUTPUTS, GATED, ALL_COLS)
+        wide = tiles[step].to(tl.float32)  # type: ignore[var-annotated]
         product = wide * row[None, :]
         if GROUP:
             GROUPS: tl.constexpr = BLOCK_IN // GROUP
@@ -172,7 +163,7 @@ def _row_kernel(
         arrived = tl.atomic_add(counter_ptr + place, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
             tl.store(counter_ptr + place, 0)
-            for step in range(TILES):
+            for step in tl.static_range(TILES):
                 at = parts + step * OUTPUTS + tl.arange(0, OUTPUTS)
                 result = add_parts(at, TILES * OUTPUTS, tl.full([OUTPUTS], 1, tl.int1), SPLITS)
                 _store_results(
@@ -181,15 +172,6 @@ def _row_kernel(
 
 
 _row = Launcher(_row_kernel, overlap=True)
-
-
-def _prefetch_size(weight: torch.Tensor, cut: RowConfig) -> int:
-    """Bytes to send for by each thread, which follow each other; 0 where addresses are not such."""
-    bytes_after = cut.outputs * (cut.tiles - 1) * weight.shape[1]
-    packed = weight.stride(0) == weight.shape[1] and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0
-    if not packed:
-        return 0
-    return min(cut.prefetch << 10, bytes_after) // (32 * cut.warps) // 16 * 16
 
 
 def row_8bit(
@@ -254,11 +236,11 @@ def row_8bit(
             x, x if residual is None else residual, norm_weight, scale if given is None else given, weight,
             scale, scale if bias is None else bias, out, stream, parts, counters,
         ),
-        (weight.stride(0), _prefetch_size(weight, cut)),
+        (weight.stride(0),),
         (eps,),
         (
             size_in, size_out, chunk, max(power_of_2(chunk), least), power_of_2(size_in), cut.outputs,
-            cut.tiles, splits, 32 * cut.warps, FP8_BLOCK if grouped else 0, given is not None,
+            cut.tiles, splits, FP8_BLOCK if grouped else 0, given is not None,
             bias is not None, _GELU[act], norm is not None, residual is not None,
         ),
         cut.warps,
