@@ -13,7 +13,7 @@ from octavo.kernels import ops, reference, reference_lowbit
 from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.lowbit_8bit import multiply
-from octavo.kernels.triton.row_8bit import row_8bit
+from octavo.kernels.triton.row_8bit import RowConfig, fitted, row_8bit
 from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, Form, Rows8
 from octavo.kernels.triton.scale_rows import scale_rows
 from octavo.kernels.triton.skinny_8bit import skinny_8bit
@@ -204,6 +204,16 @@ def test_one_row_whose_inputs_are_split(kind: str, config: tuple[int, ...]) -> N
         assert not workspace(case.x.device).counters.any()
     with pytest.raises(ValueError, match="needs all inputs"):
         row_8bit(case.x, *rest, norm=(case.x[0], 1e-5), config=config)
+
+
+def test_cuts_of_other_sizes_are_fitted() -> None:
+    cut = RowConfig(8, 4, 1, 3)
+    assert fitted(cut, 3072, 1024, True) == cut
+    assert fitted(cut, 6144, 1024, True) == cut._replace(warps=8)
+    for size_in, size_out in ((3072, 1024), (1024, 8192), (14336, 4096)):
+        assert fitted(cut, size_in, size_out, False).splits == 1
+        assert fitted(None, size_in, size_out, False).splits == 1
+    assert fitted(None, 14336, 4096, True).splits == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from octavo.kernels.reference_lowbit import Activation
 from octavo.kernels.triton.choice_8bit import Kind8, choose
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.linear_choice import Choice
-from octavo.kernels.triton.row_8bit import row_8bit
+from octavo.kernels.triton.row_8bit import fitted, row_8bit
 from octavo.kernels.triton.rows_8bit import (
     FP8_GROUPS,
     Form,
@@ -97,7 +97,8 @@ def w8a8_linear(
     name = None if act is None else ops.GATED.get(act)
     choice = _row_kernel(x, weight, scale, name is not None)
     if choice is not None:
-        out = row_8bit(x, weight, scale, bias, input_scale, name, config=choice.config)[0]
+        config = fitted(choice.config, x.shape[1], weight.shape[0], name is None)
+        out = row_8bit(x, weight, scale, bias, input_scale, name, config=config)[0]
         return out if act is None or name is not None else act(out)
     rows = quantize_rows(x, form_of(weight, scale, input_scale))
     out = multiply(rows, weight, scale, bias, x.dtype)
@@ -134,7 +135,8 @@ def rms_norm_w8a8_linear(
     choice = _row_kernel(x, weight, scale, name is not None)
     if choice is not None:
         norm = (norm_weight, eps)
-        out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, choice.config)
+        config = fitted(choice.config, x.shape[1], weight.shape[0], False)
+        out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, config)
         return (out if act is None or name is not None else act(out)), stream
     form = form_of(weight, scale, input_scale)
     rows = rms_norm_quantize(x, residual, norm_weight, eps, form)

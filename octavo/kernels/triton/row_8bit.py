@@ -50,6 +50,18 @@ def row_config(size_in: int, size_out: int, alone: bool) -> RowConfig:
     return RowConfig(4 if size_in // splits <= 4096 else 2, warps, 4 if size_out >= 4096 else 1, splits)
 
 
+def fitted(config: tuple[int, ...] | None, size_in: int, size_out: int, alone: bool) -> RowConfig:
+    """A cut that was measured for a matrix of about this size, alone, as this product can have it; None: a
+    default one. A thread holds 64 weights of a tile at most, where warps suffice."""
+    if config is None or (RowConfig(*config).splits > 1 and not alone):
+        return row_config(size_in, size_out, alone)
+    cut = RowConfig(*config)
+    weights = cut.outputs * power_of_2(ceil_div(size_in, cut.splits))
+    while weights > 64 * 32 * cut.warps and cut.warps < 16:
+        cut = cut._replace(warps=2 * cut.warps)
+    return cut
+
+
 @triton.jit
 def _matrix_rows(tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
     """The rows of the matrix that are a tile's: of a gated one, those of the two halves by turns."""
