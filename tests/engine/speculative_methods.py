@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
+from octavo.messages import CoreStats
+from octavo.outputs import RequestOutput
 from tests import tiny
 from tests.engine.test_llm_parity import make
 from tests.tiny import eagle3, pard
@@ -53,6 +56,40 @@ def drafted(method: str, most: int = 4, context: int = tiny.CONTEXT, **settings:
     if most:
         settings["speculative_config"] = config(method, most, context)
     return make(TARGET, **settings)
+
+
+def drafted_by(
+    variant: str, method: str, folder: Path, most: int, adaptive: bool = False, **settings: Any
+) -> LLM:
+    """Any tiny target, drafted for by what is in a folder."""
+    given = {"method": method, "model": str(folder), "num_speculative_tokens": most, "adaptive": adaptive}
+    return make(variant, speculative_config=given, **settings)
+
+
+def check_choices(outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> None:
+    """The same tokens and ends, and log-probabilities, where there are some, as of plain decoding."""
+    for output, want in zip(outputs, plain, strict=True):
+        for choice, other in zip(output.outputs, want.outputs, strict=True):
+            assert choice.token_ids == other.token_ids
+            assert (choice.finish_reason, choice.stop_reason) == (other.finish_reason, other.stop_reason)
+            assert (choice.logprobs is None) == (other.logprobs is None)
+            if choice.logprobs is None:
+                continue
+            assert len(choice.logprobs) == len(choice.token_ids)
+            for entry, reference in zip(choice.logprobs, other.logprobs, strict=True):
+                assert entry.keys() == reference.keys()
+                assert all(abs(entry[t].logprob - reference[t].logprob) < 1e-3 for t in entry)
+
+
+def check_whatever_is_asked(variant: str, engine: Callable[[], LLM], settings: Sequence[Any]) -> CoreStats:
+    """Requests with each of the settings get what they get without drafts; the drafting engine's figures."""
+    params = [SamplingParams(max_tokens=24, detokenize=False, logprobs=1, **fields) for fields in settings]
+    prompts = [tiny.PROMPTS[i % len(tiny.PROMPTS)] for i in range(len(params))]
+    with make(variant) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    with engine() as llm:
+        check_choices(llm.generate(prompts, params, use_tqdm=False), plain)
+        return llm.stats()
 
 
 def check_drafted(llm: LLM) -> None:

@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.errors import ConfigError
 from tests import tiny
+from tests.engine.speculative_methods import check_whatever_is_asked, drafted_by
 from tests.engine.test_llm_parity import expected, generate, make
 from tests.engine.test_speculative_parity import PARAMS
 
 
 def drafted(variant: str, draft: str, most: int = 4, adaptive: bool = False, **settings: Any) -> LLM:
-    config = {
-        "method": "draft_model",
-        "model": str(tiny.checkpoint(draft)),
-        "num_speculative_tokens": most,
-        "adaptive": adaptive,
-    }
-    return make(variant, speculative_config=config, **settings)
+    return drafted_by(variant, "draft_model", tiny.checkpoint(draft), most, adaptive, **settings)
 
 
 @pytest.mark.parametrize(("variant", "draft"), [("llama", "llama"), ("llama", "qwen2"), ("qwen3", "gemma2")])
@@ -59,21 +54,7 @@ def test_whatever_the_engine_does_beside(settings: dict[str, Any], overlap: bool
 
 @pytest.mark.parametrize("draft", ["qwen3", "llama"])
 def test_whatever_requests_ask(draft: str):
-    params = [SamplingParams(max_tokens=24, detokenize=False, logprobs=1, **fields) for fields in PARAMS]
-    prompts = [tiny.PROMPTS[i % len(tiny.PROMPTS)] for i in range(len(params))]
-    with make("qwen3") as llm:
-        plain = llm.generate(prompts, params, use_tqdm=False)
-    with drafted("qwen3", draft, most=5) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        stats = llm.stats()
-    for output, want in zip(outputs, plain, strict=True):
-        for choice, other in zip(output.outputs, want.outputs, strict=True):
-            assert choice.token_ids == other.token_ids
-            assert choice.finish_reason == other.finish_reason
-            assert len(choice.logprobs) == len(choice.token_ids)
-            for entry, reference in zip(choice.logprobs, other.logprobs, strict=True):
-                assert entry.keys() == reference.keys()
-                assert all(abs(entry[t].logprob - reference[t].logprob) < 1e-3 for t in entry)
+    stats = check_whatever_is_asked("qwen3", lambda: drafted("qwen3", draft, most=5), PARAMS)
     if draft == "qwen3":  # the same noise and the same logits: draws agree too
         assert stats.spec_accepted_tokens == stats.spec_draft_tokens
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.engine import head_drafting
 from octavo.errors import OctavoError
 from octavo.models.eagle3_config import eagle3_config
 from octavo.worker.head_runner import HeadDrafter
 from tests import tiny
+from tests.engine.speculative_methods import check_whatever_is_asked, drafted_by
 from tests.engine.test_llm_parity import GREEDY, expected, generate, make
 from tests.engine.test_speculative_parity import PARAMS
 from tests.tiny import eagle3
@@ -27,13 +28,8 @@ from tests.tiny import eagle3
 def drafted(
     variant: str, head: str, trained: bool = False, most: int = 4, adaptive: bool = False, **settings: Any
 ) -> LLM:
-    config = {
-        "method": "eagle3",
-        "model": str(eagle3.head(head, variant if trained else None)),
-        "num_speculative_tokens": most,
-        "adaptive": adaptive,
-    }
-    return make(variant, speculative_config=config, **settings)
+    folder = eagle3.head(head, variant if trained else None)
+    return drafted_by(variant, "eagle3", folder, most, adaptive, **settings)
 
 
 class Watch:
@@ -105,20 +101,8 @@ def test_a_trained_head_whatever_the_engine_does_beside(
 
 
 def test_whatever_requests_ask():
-    params = [SamplingParams(max_tokens=24, detokenize=False, logprobs=1, **fields) for fields in PARAMS]
-    prompts = [tiny.PROMPTS[i % len(tiny.PROMPTS)] for i in range(len(params))]
-    with make("llama") as llm:
-        plain = llm.generate(prompts, params, use_tqdm=False)
-    with drafted("llama", "speculators", True, most=3) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert 0 < llm.stats().spec_accepted_tokens < llm.stats().spec_draft_tokens
-    for output, want in zip(outputs, plain, strict=True):
-        for choice, other in zip(output.outputs, want.outputs, strict=True):
-            assert choice.token_ids == other.token_ids
-            assert choice.finish_reason == other.finish_reason
-            for entry, reference in zip(choice.logprobs, other.logprobs, strict=True):
-                assert entry.keys() == reference.keys()
-                assert all(abs(entry[t].logprob - reference[t].logprob) < 1e-3 for t in entry)
+    stats = check_whatever_is_asked("llama", lambda: drafted("llama", "speculators", True, most=3), PARAMS)
+    assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
 
 
 def test_adaptive_drafts_change_nothing_either():

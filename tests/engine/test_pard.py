@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.speculative.pard import Pard
 from tests import tiny
+from tests.engine.speculative_methods import check_whatever_is_asked, drafted_by
 from tests.engine.test_llm_parity import expected, generate, make
 from tests.engine.test_speculative_parity import PARAMS
 from tests.tiny import pard
@@ -22,13 +23,8 @@ from tests.tiny import pard
 def drafted(
     variant: str, draft: str, trained: bool = True, most: int = 5, adaptive: bool = False, **settings: Any
 ) -> LLM:
-    config = {
-        "method": "pard",
-        "model": str(pard.checkpoint(draft, variant if trained else None)),
-        "num_speculative_tokens": most,
-        "adaptive": adaptive,
-    }
-    return make(variant, speculative_config=config, **settings)
+    folder = pard.checkpoint(draft, variant if trained else None)
+    return drafted_by(variant, "pard", folder, most, adaptive, **settings)
 
 
 class Watch:
@@ -126,21 +122,8 @@ def test_quantized_weights_and_caches(settings: dict[str, Any], monkeypatch: pyt
 
 
 def test_whatever_requests_ask():
-    params = [SamplingParams(max_tokens=24, detokenize=False, logprobs=1, **fields) for fields in PARAMS]
-    prompts = [tiny.PROMPTS[i % len(tiny.PROMPTS)] for i in range(len(params))]
-    with make("llama") as llm:
-        plain = llm.generate(prompts, params, use_tqdm=False)
-    with drafted("llama", "qwen2") as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert 0 < llm.stats().spec_accepted_tokens < llm.stats().spec_draft_tokens
-    for output, want in zip(outputs, plain, strict=True):
-        for choice, other in zip(output.outputs, want.outputs, strict=True):
-            assert choice.token_ids == other.token_ids
-            assert choice.finish_reason == other.finish_reason
-            assert len(choice.logprobs) == len(choice.token_ids)
-            for entry, reference in zip(choice.logprobs, other.logprobs, strict=True):
-                assert entry.keys() == reference.keys()
-                assert all(abs(entry[t].logprob - reference[t].logprob) < 1e-3 for t in entry)
+    stats = check_whatever_is_asked("llama", lambda: drafted("llama", "qwen2"), PARAMS)
+    assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
 
 
 def test_penalties_see_the_drafts_before_and_no_masks(monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ from octavo import LLM, SamplingParams
 from octavo.engine import core as core_module
 from octavo.speculative.proposer import HostProposer, Proposal
 from tests import tiny
+from tests.engine.speculative_methods import check_choices
 from tests.engine.test_llm_parity import expected, generate, make
 
 
@@ -125,19 +126,8 @@ def test_whatever_requests_ask(logprobs: int | None, knowing: Knowing):
     with drafted("qwen3", most=6) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         check_drafted(llm)
-    for output, want in zip(outputs, plain, strict=True):
-        for choice, other in zip(output.outputs, want.outputs, strict=True):
-            assert choice.token_ids == other.token_ids
-            assert choice.finish_reason == other.finish_reason
-            assert choice.stop_reason == other.stop_reason
-            if logprobs is None:
-                assert choice.logprobs is None
-                continue
-            assert len(choice.logprobs) == len(choice.token_ids)
-            for entry, reference in zip(choice.logprobs, other.logprobs, strict=True):
-                assert entry.keys() == reference.keys()
-                for token, logprob in entry.items():
-                    assert abs(logprob.logprob - reference[token].logprob) < 1e-3
+    check_choices(outputs, plain)
+    assert all((choice.logprobs is None) == (logprobs is None) for o in outputs for choice in o.outputs)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
