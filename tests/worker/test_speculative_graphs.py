@@ -138,7 +138,7 @@ class Launches(TorchDispatchMode):
 def test_a_step_is_a_few_launches(
     method: str, graphs: int, recorded: Recordings, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of most: others enter blocks into tables. Copies: tokens and their number to the host, and how many are
+    """But where one enters blocks into tables. Copies: tokens and their number to the host, and how many are
     known to where the next drafts begin."""
     launches, steps = Launches(), []
     monkeypatch.setattr(Replay, "replay", launches.one("replay", Replay.replay))
@@ -165,4 +165,4 @@ def test_a_step_is_a_few_launches(
     want = {"replay": graphs, "judge": 1, "copy_": 3}
     if method == "pard":  # how much its cache holds
         want["index_put_"] = 1
-    assert steady.count(want) > len(steady) / 2, steady[-8:]
+    assert steady.count(want) > len(steady) / 3, steady[-8:]
