@@ -108,6 +108,10 @@ def main(fd: int) -> int:
 def _load(setup: RankSetup) -> Worker:
     """Meet the other ranks and load this one's part of the model."""
     config = EngineConfig(**setup.config)
+    from octavo.worker.kernel_compiler import start_compiler
+
+    # One compiles for all; it ends with this process. Stages have other kernels, and go without.
+    compiler = start_compiler(config) if setup.rank == 0 and setup.pipeline == 1 else None
     from octavo.parallel.process_group import choose_rank_device, join_ranks  # from here on with PyTorch
     from octavo.parallel.process_stages import join_stages
     from octavo.worker.worker import Worker
@@ -118,7 +122,7 @@ def _load(setup: RankSetup) -> Worker:
     stages = join_stages(*sizes, device, seconds)
     few_rows = not config.disable_custom_all_reduce
     ranks.tensor.join_peers(device, few_rows=few_rows, any_rows=config.batch_invariant)
-    return Worker(config, group=ranks.tensor, stages=stages)
+    return Worker(config, compiler, group=ranks.tensor, stages=stages)
 
 
 class _Server:

@@ -9,7 +9,9 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.layers.layer import Layer
+from octavo.parallel.state import use_group
 from octavo.sampling_params import SamplingParams
+from octavo.worker.dry_group import DryGroup
 from octavo.worker.graphs import DecodeGraphs, Recorded, graph_sizes
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.model_runner import ModelRunner
@@ -24,8 +26,12 @@ class DryWorker(Worker):
     lives. Its code is the real one's; its steps are those that `first_steps` and `later_steps` say."""
 
     def __init__(self, config: EngineConfig, device: torch.device):
-        _, self._length, build = self._settle(config, device)
-        self.model = build(device=device)
+        ranks = config.tensor_parallel_size
+        if ranks > 1:
+            self.group = DryGroup(ranks, device, not config.disable_custom_all_reduce)
+        with use_group(self.group):
+            _, self._length, build = self._settle(config, device)
+            self.model = build(device=device)
         for module in self.model.modules():
             if isinstance(module, Layer):
                 module.process_after_load()

@@ -128,6 +128,7 @@ class Worker:
             hashing.join()
             if compiler is not None:
                 compiler.wait()
+            self.group.minimum(0)  # the first rank's kernels are all ranks'
         compiled = time.perf_counter()
         self._calibrate = partial(self._calibration_tokens, source, wanted)
         ranks = (self.group, self.stages)

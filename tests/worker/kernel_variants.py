@@ -1,15 +1,16 @@
 """Kernels that a start is foreseen to launch, and that it launches: `python -m tests.worker.kernel_variants`.
 
-Takes folders of models, each with `=fp8` behind it where its weights are to become such, and writes for each
-a line of JSON: `foreseen` and `launched`, lists of variants in words. The start is an engine's own but for
-the device: tensors lie on the CPU, say that they lie on a GPU of capability 9.0, and are computed by PyTorch;
-kernels are not run, so memory is zero from the beginning (any token is one). A process of its own, as it
-leaves such tensors in caches.
+Takes folders of models, each with `=fp8` behind it where its weights are to become such, or with `=ranks` for
+the first of two tensor-parallel ranks, and writes for each a line of JSON: `foreseen` and `launched`, lists
+of variants in words. The start is an engine's own but for the device: tensors lie on the CPU, say that they
+lie on a GPU of capability 9.0, and are computed by PyTorch; kernels are not run, so memory is zero from the
+beginning (any token is one). A process of its own, as it leaves such tensors in caches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -20,10 +21,12 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.engine.executor import UniprocExecutor
 from octavo.kernels.triton import launch, workspace
 from octavo.messages import CoreRequest
 from octavo.sampling_params import SamplingParams
-from octavo.worker import graphs
+from octavo.worker import graphs, worker
+from octavo.worker.dry_group import DryGroup
 from octavo.worker.dry_worker import DryWorker
 from octavo.worker.pretended_gpu import pretended_gpu
 
@@ -50,7 +53,8 @@ def config(model: str) -> EngineConfig:
     folder, _, quantization = model.partition("=")
     return EngineConfig(
         model=folder,
-        quantization=quantization or None,
+        quantization=None if quantization == "ranks" else quantization or None,
+        tensor_parallel_size=2 if quantization == "ranks" else 1,
         load_format="dummy",
         device="cuda",
         dtype="bfloat16",
@@ -102,8 +106,14 @@ def start(model: str) -> None:
                 graphs.DecodeGraphs, "_record", lambda *_: graphs.Recorded(None, None, None, ())
             )
         )
-        stack.enter_context(pretended_gpu(H200, place="cpu"))
-        core = EngineCore(config(model))
+        device = stack.enter_context(pretended_gpu(H200, place="cpu"))
+        settings = config(model)
+        if settings.tensor_parallel_size > 1:  # whose kernels write into memory of others: none is run here
+            group = DryGroup(settings.tensor_parallel_size, device, use_peers=True)
+            stack.enter_context(
+                mock.patch.object(worker, "Worker", functools.partial(worker.Worker, group=group))
+            )
+        core = EngineCore(settings, UniprocExecutor(settings))
         params = SamplingParams(temperature=0.0, max_tokens=2)
         core.add(CoreRequest(request_id="a", prompt_token_ids=[*range(16)], params=params, seed=0))
         outputs = []

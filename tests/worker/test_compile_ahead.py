@@ -37,7 +37,7 @@ def run(*args: str, **env: str) -> str:
 
 @needs_triton
 def test_what_a_start_launches_is_foreseen() -> None:
-    families = ("llama", "gemma3", "deepseek-v2", "llama=fp8", "llama=int8")
+    families = ("llama", "gemma3", "deepseek-v2", "llama=fp8", "llama=int8", "llama=ranks", "gemma3=ranks")
     models = [name.partition("=") for name in families]
     folders = [f"{checkpoint(name)}{equals}{quantization}" for name, equals, quantization in models]
     lines = run("-m", "tests.worker.kernel_variants", *folders)
@@ -45,6 +45,7 @@ def test_what_a_start_launches_is_foreseen() -> None:
         found = json.loads(line)
         assert len(found["launched"]) > 20, family
         assert found["foreseen"] == found["launched"], family
+        assert any("_sum_kernel" in one for one in found["launched"]) == family.endswith("ranks")
 
 
 COMPILE = """
