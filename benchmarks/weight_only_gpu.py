@@ -57,7 +57,7 @@ GROUP = 128
 # Outputs (gated up to 16 rows: half as many columns), stages, warps; by rows of a tile. The first are tried
 # first.
 TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    8: ((64, 4, 2), (32, 4, 1), (32, 4, 2), (64, 3, 2), (128, 3, 4), (64, 4, 4), (16, 6, 1), (128, 3, 2)),
+    8: ((64, 4, 2), (32, 4, 1), (32, 4, 2), (64, 3, 2), (128, 3, 4), (32, 6, 1)),
     16: ((64, 4, 2), (32, 4, 1), (128, 3, 4), (64, 4, 4)),
     32: ((64, 4, 4), (128, 3, 4), (64, 3, 2), (128, 3, 8)),
     64: ((64, 3, 4), (128, 3, 8), (64, 4, 4)),
@@ -65,10 +65,10 @@ TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
 }
 # For one row, by a kernel of its own.
 ROW_TILES = (
-    (64, 4, 2), (32, 4, 1), (16, 6, 1), (32, 4, 2), (64, 3, 2), (128, 3, 4), (32, 6, 1), (64, 6, 2),
-    (16, 8, 1), (128, 4, 2),
+    (64, 4, 2), (64, 6, 2), (32, 6, 1), (16, 6, 1), (32, 6, 2), (32, 4, 1), (128, 3, 4),
 )  # fmt: skip
-PREFETCH = 16
+PREFETCHES = (0, 4, 16)  # blocks, of the first tiles; of the others the second number
+PREFETCH = PREFETCHES[1]
 
 
 class Job(NamedTuple):
@@ -97,7 +97,9 @@ def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[t
                 if splits > 1 and (way == "norm" or programs > 6 * multiprocessors):
                     continue
                 if 2 * programs >= multiprocessors and shape.size_in >= splits * 512:
-                    yield (block_out, stages, warps, splits, PREFETCH)
+                    first = (outputs, stages, warps) in ROW_TILES[:3]
+                    for prefetch in PREFETCHES if first else (PREFETCH,):
+                        yield (block_out, stages, warps, splits, prefetch)
         return
     step = 256 if form in ("int4", "nf4") else 128
     some = [(tile, *sides) for sides in (TILES[tile] if form == "int4" else TILES[tile][:3])]
@@ -116,7 +118,8 @@ def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[t
             if 2 * programs < multiprocessors or many or shape.size_in < splits * 512:
                 continue
             if step == 256:
-                yield (block_out, stages, warps, splits, PREFETCH, tile)
+                for prefetch in PREFETCHES[1:] if (outputs, stages, warps) == some[0][1:] else (PREFETCH,):
+                    yield (block_out, stages, warps, splits, prefetch, tile)
             else:
                 yield (block_out, step, stages, warps, splits, 32, True, tile)
 

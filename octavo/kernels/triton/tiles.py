@@ -96,7 +96,7 @@ def slab_scale(scale_ptr, step, C: tl.constexpr, SLAB: tl.constexpr, row_at, siz
 
 
 @triton.jit
-def _unpack(codes, table_ptr, zero_ptr, step, C: tl.constexpr, row_at, size_out, GROUP: tl.constexpr,
+def unpack_block(codes, table_ptr, zero_ptr, step, C: tl.constexpr, row_at, size_out, GROUP: tl.constexpr,
             HAS_ZEROS: tl.constexpr, TABLE: tl.constexpr, LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
             dtype: tl.constexpr):  # fmt: skip
     """The four slabs of a block."""
@@ -125,7 +125,7 @@ def add_block(
     LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """`total [BLOCK_OUT, rows]` and a block's products with 128 columns of the rows."""
-    w0, w1, w2, w3 = _unpack(
+    w0, w1, w2, w3 = unpack_block(
         codes,
         table_ptr,
         zero_ptr,
@@ -253,7 +253,7 @@ def _expand_kernel(
     for c in tl.static_range(2):
         at = codes_ptr + ((step * 2 + c).to(tl.int64) * size_out + row_at)[:, None] * 32 + lanes[None, :]
         codes = tl.load(at, eviction_policy="evict_first")
-        w = _unpack(
+        w = unpack_block(
             codes, table_ptr, zero_ptr, step, c, row_at, size_out, GROUP, HAS_ZEROS, TABLE,
             LOOK_UP, PACKED, tl.float32 if TABLE and LOOK_UP is None else numbers,
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """The product of one row with 4-bit weights in tiles, where reading the weights once is all the work.
 
-Tensor cores multiply at least 8 rows at a time. Here these are the 8 slabs of 32 columns of a step: a slab of
-codes meets a matrix that is the row's slab in one line and 0 in the others, so that a step's row is loaded
-once, in 512 bytes, and the lines of the sums are added at the end. The residual addition and RMS norm before
-the product can be part of it.
+Tensor cores multiply at least 8 rows at a time. Here these are the 8 slabs of 32 columns of a step of the
+row, which is loaded once, in 512 bytes, for all of a step's codes. A slab of codes meets all of them, and of
+the products the line of its own slab is kept; the lines are added at the end. The residual addition and RMS
+norm before the product can be part of it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.reference_tiles import BLOCK, STEP, Tiles
-from octavo.kernels.triton.launch import Launcher, ceil_div, prefetch_l2, wait_for_previous
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
 from octavo.kernels.triton.split_sums import end_tile
 from octavo.kernels.triton.tiles import (
     ACTS,
-    add_block,
     form_constants,
     form_tensors,
     slab_scale,
+    unpack_block,
 )
 from octavo.kernels.triton.workspace import workspace
 
@@ -46,9 +46,48 @@ def _load(ptr, col, size_in, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _line(x, slab, SLAB: tl.constexpr):
-    """The row's slab in its line, zeros in the others."""
-    return tl.where(slab == SLAB, x, 0.0)
+def _add_block(
+    total, codes, x, line, scale_ptr, zero_ptr, table_ptr, step, C: tl.constexpr, row_at, size_out,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr, TABLE: tl.constexpr,
+    LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """`total [BLOCK_OUT, 8]` and a block's products with a step's row `x [32, 8]`, in their slabs' lines."""
+    w0, w1, w2, w3 = unpack_block(
+        codes,
+        table_ptr,
+        zero_ptr,
+        step,
+        C,
+        row_at,
+        size_out,
+        GROUP,
+        HAS_ZEROS,
+        TABLE,
+        LOOK_UP,
+        PACKED,
+        x.dtype,
+    )
+    none = tl.zeros([total.shape[0], 8], tl.float32)
+    p0 = tl.dot(w0, x, none)
+    p1 = tl.dot(w1, x, none)
+    p2 = tl.dot(w2, x, none)
+    p3 = tl.dot(w3, x, none)
+    if GROUP == 32:
+        p0 *= slab_scale(scale_ptr, step, C, 0, row_at, size_out, GROUP, SCALE)[:, None]
+        p1 *= slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, None]
+        p2 *= slab_scale(scale_ptr, step, C, 2, row_at, size_out, GROUP, SCALE)[:, None]
+        p3 *= slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, None]
+    # What the other lines hold is of no use, and may be anything.
+    first = tl.where(line == C * 4, p0, tl.where(line == C * 4 + 1, p1, 0.0))
+    second = tl.where(line == C * 4 + 2, p2, tl.where(line == C * 4 + 3, p3, 0.0))
+    if GROUP == 64:
+        first *= slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, None]
+        second *= slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, None]
+    if GROUP > 64:
+        scale = slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, None]
+        return total + (first + second) * scale
+    else:
+        return total + (first + second)
 
 
 @triton.jit(do_not_specialize=["steps", "last"])
@@ -85,8 +124,8 @@ def _row_kernel(
     wait_for_previous(OVERLAP)
 
     lanes = tl.arange(0, 32)
-    slab = tl.arange(0, 8)[:, None]
-    inside = slab * 32 + lanes[None, :]
+    line = tl.arange(0, 8)[None, :]
+    inside = tl.arange(0, 8)[:, None] * 32 + lanes[None, :]
     codes_at = codes_ptr + row_at[:, None] * 32 + lanes[None, :]
     up_codes_at = codes_at + tl.cast(size_out, tl.int64) * 32
     acc = tl.zeros([BLOCK_OUT, 8], tl.float32)
@@ -104,20 +143,17 @@ def _row_kernel(
             wide = x.to(tl.float32)
             squares += wide * wide
             x = (wide * _load(norm_ptr, col, size_in, EVEN).to(tl.float32)).to(x.dtype)
+        x = tl.trans(x)
         for c in tl.static_range(2):
-            x0 = _line(x, slab, c * 4)
-            x1 = _line(x, slab, c * 4 + 1)
-            x2 = _line(x, slab, c * 4 + 2)
-            x3 = _line(x, slab, c * 4 + 3)
             codes = tl.load(codes_at + (step * 2 + c) * block, eviction_policy="evict_first")
-            acc = add_block(
-                acc, codes, x0, x1, x2, x3, scale_ptr, zero_ptr, table_ptr, step, c, row_at, matrix_rows,
+            acc = _add_block(
+                acc, codes, x, line, scale_ptr, zero_ptr, table_ptr, step, c, row_at, matrix_rows,
                 GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
             )  # fmt: skip
             if ACT:
                 codes = tl.load(up_codes_at + (step * 2 + c) * block, eviction_policy="evict_first")
-                up = add_block(
-                    up, codes, x0, x1, x2, x3, scale_ptr, zero_ptr, table_ptr, step, c, row_at + size_out,
+                up = _add_block(
+                    up, codes, x, line, scale_ptr, zero_ptr, table_ptr, step, c, row_at + size_out,
                     matrix_rows, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
                 )  # fmt: skip
     result = tl.sum(acc, axis=1)[:, None]
@@ -201,7 +237,8 @@ def tiles_row_linear(
         (size_in, size_out),
         (steps, last, eps),
         (
-            block_out, stages, splits, prefetch, size_in % STEP == 0, bias is not None, ACTS[act],
+            block_out, stages, splits, min(prefetch, power_of_2(2 * steps)), size_in % STEP == 0,
+            bias is not None, ACTS[act],
             norm_weight is not None, residual is not None, *form_constants(tiles, x.dtype),
         ),
         warps,

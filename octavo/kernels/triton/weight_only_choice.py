@@ -101,7 +101,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 # Rows beyond which expanding the matrix for cuBLAS (it is written, and read again) is taken to cost less than
 # making numbers of codes anew for every tile of rows.
-_KERNEL_ROWS = 512
+_KERNEL_ROWS = 256
 
 
 class Cut(NamedTuple):
