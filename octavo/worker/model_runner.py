@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from octavo.kernels.cpu.lending import Lending
 from octavo.kv.format import KVGroup
 from octavo.messages import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
@@ -25,6 +27,10 @@ from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.stage_link import StageLink
 from octavo.worker.transfer import TokenTransfer, wait_for
 from octavo.worker.verdicts import Verdicts
+
+# Rows from which on a CPU's step takes its tensors' memory from the step before. To see a step's operations
+# takes milliseconds, a hundredth of such a step of a small model.
+LENT_ROWS = 512
 
 
 class StepDrafter(Protocol):
@@ -92,6 +98,7 @@ class ModelRunner:
             self.verdicts = Verdicts(self.batch, self.verifier, self.graphs.recorder, max_drafts)
         self.recorded = RecordedSteps(model, kv_caches) if records else None
         self._transfer = TokenTransfer(max_num_seqs * (2 + max_drafts), device)
+        self._lending = Lending() if device.type == "cpu" else None
         self.draft: StepDrafter | None = None
         self._drafting: tuple[int, DeviceTimer] | None = None  # of the last step, that the next is behind
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
@@ -210,7 +217,8 @@ class ModelRunner:
         self.model.plan_attention(inputs.meta)
         narrow = self.model.narrows and plan.prompt_logprobs is None
         inputs.meta[0].wanted_rows = inputs.wanted_rows if narrow else None
-        hidden = self.model(inputs.entering, inputs.positions, self.kv_caches, inputs.meta)
+        with self._lending if self._lending and plan.total_rows >= LENT_ROWS else nullcontext():
+            hidden = self.model(inputs.entering, inputs.positions, self.kv_caches, inputs.meta)
         if not len(inputs.sample_requests):
             return hidden, None
         wanted = inputs.meta[0].wanted_rows is not None

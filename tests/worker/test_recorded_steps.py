@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.kernels.cpu import ops
+from octavo.kernels.cpu import lending, ops
+from octavo.kernels.cpu.lending import Lending
 from octavo.kernels.cpu.recording import Recording
 from octavo.models.llama import LlamaForCausalLM
-from octavo.worker import recorded_steps
+from octavo.worker import model_runner, recorded_steps
 from octavo.worker.recorded_steps import MOST_REQUESTS, RecordedSteps
 from tests import tiny
 
@@ -77,6 +78,22 @@ def test_all_sizes_take_the_memory_of_the_largest(monkeypatch: pytest.MonkeyPatc
 
     together = size_after([2, 7, 1, 16, 4])
     assert 0 < size_after([1]) < size_after([16]) == together
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "mixtral", "qwen2-window"])
+def test_large_steps_on_lent_memory_yield_the_same_tokens(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lenders: list[Lending] = []
+    init = Lending.__init__
+    monkeypatch.setattr(Lending, "__init__", lambda s: (lenders.append(s), init(s))[1])
+    monkeypatch.setattr(model_runner, "LENT_ROWS", 1)
+    monkeypatch.setattr(lending, "_LEAST", 1)
+    with LLM(str(tiny.checkpoint(variant)), num_threads=1, **SETTINGS | {"enforce_eager": True}) as llm:
+        for _ in range(2):
+            outputs = llm.generate(tiny.PROMPTS, GREEDY, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in outputs] == [tiny.greedy(variant, i) for i in range(3)]
+    assert len(lenders) == 1 and lenders[0].memory.num_bytes
 
 
 def test_a_model_that_cannot_be_recorded_runs_on(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

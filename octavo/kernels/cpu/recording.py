@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from octavo.kernels.cpu.lending import ALLOCATE, Seen
 from octavo.kernels.cpu.ops import library
 from octavo.kernels.cpu.step_memory import Lender, StepMemory, can_lend
 
@@ -23,7 +23,6 @@ Result = TypeVar("Result")
 
 # PyTorch's operations that may stand between kernels. Views of memory need nothing done again; the others,
 # functions of their tensors alone, run again into the memory of their first result.
-_ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _VIEW = (
     *("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split"),
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view"),
@@ -50,7 +49,7 @@ def _functions() -> ctypes.CDLL:
     return lib
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Seen):
     """Sees PyTorch's operations: lends them memory, keeps those to run again with their place among calls."""
 
     def __init__(self, size: Callable[[], int], memory: StepMemory):
@@ -61,19 +60,13 @@ class _Watch(TorchDispatchMode):
         self._size = size
         self._memory, self._lender = memory, Lender(memory)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would have its compiler leave this mode alone, and import it for that: 122 MB, and seconds
-        in the middle of a decode step. Nothing is compiled here."""
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         place, out = self._size(), func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
-        if name in _ALLOCATE:
+        if name in ALLOCATE:
             out = self._lend(out)
         elif name in _VIEW and _share_memory(_tensors((out,)), _tensors(args)):
             pass
