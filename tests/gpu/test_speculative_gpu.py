@@ -92,55 +92,67 @@ def test_greedy_tokens_are_those_of_plain_decoding(method: str, replays: list[An
     assert any(isinstance(key, tuple) and isinstance(key[0], str) for key in replays) == (method in WORKER)
 
 
-@pytest.mark.parametrize("draws", [False, True])
-@pytest.mark.parametrize("method", WORKER)
-def test_as_many_drafts_stand_as_of_those_made_eagerly(method: str, draws: bool):
-    params = [
-        GREEDY.clone(temperature=0.8 * draws, seed=5 + i, max_tokens=40) for i in range(len(tiny.PROMPTS))
-    ]
-    found = []
-    for eager in (False, True):
-        with make(method, enforce_eager=eager) as llm:
-            tokens = [generate(llm, params) for _ in range(2)]
-            stats = llm.stats()
-        found.append((tokens, stats.spec_drafts, stats.spec_accepted_per_pos))
-    assert found[0] == found[1]
-    assert sum(found[0][2]) > 0
-    with make(None) as llm:
-        assert [generate(llm, params) for _ in range(2)] == found[0][0]
+def drawn(llm: LLM) -> list[list[int]]:
+    """Tokens at a temperature."""
+    params = [GREEDY.clone(temperature=0.8, seed=5 + i, max_tokens=40) for i in range(len(tiny.PROMPTS))]
+    return generate(llm, params)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(max_num_batched_tokens=7),
-        dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
-        dict(adaptive=True),
-        dict(async_scheduling=False),
-    ],
-)
-@pytest.mark.parametrize("method", WORKER)
-def test_whatever_the_engine_does_beside(method: str, settings: dict[str, Any]):
-    with make(method, **settings) as llm:
-        for _ in range(2):
-            assert generate(llm) == expected()
-        assert ("kv_cache_memory_bytes" in settings) <= (llm.stats().num_preemptions > 0)
-
-
-@pytest.mark.parametrize("method", ["ngram", "eagle3"])
-def test_whatever_requests_ask(method: str):
+def mixed(llm: LLM) -> list[list[int]]:
+    """Tokens of requests that ask for different things, some of which recorded drafts do not mind."""
     settings: list[dict[str, Any]] = [
         dict(temperature=0.0), dict(temperature=0.9, seed=3), dict(temperature=0.9, seed=4, top_k=5),
         dict(temperature=0.0, repetition_penalty=1.3), dict(temperature=0.0, logprobs=2),
     ]  # fmt: skip
     params = [SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, **one) for one in settings]
     prompts = [tiny.PROMPTS[i % 3] for i in range(len(params))]
-    tokens = []
-    for drafting in (None, method):
-        with make(drafting) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            tokens.append([o.outputs[0].token_ids for o in outputs])
-    assert tokens[0] == tokens[1]
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[list[int]], list[list[int]]]:
+    """What is drawn, and what requests of all kinds get, without drafts."""
+    with make(None) as llm:
+        return drawn(llm), mixed(llm)
+
+
+@pytest.mark.parametrize("method", WORKER)
+def test_as_many_drafts_stand_as_of_those_made_eagerly(method: str, plain: Any):
+    found = []
+    for eager in (False, True):
+        with make(method, enforce_eager=eager) as llm:
+            tokens, one = generate(llm), llm.stats()
+            also, both = drawn(llm), llm.stats()
+        assert tokens == expected() and also == plain[0]
+        found.append((one.spec_drafts, one.spec_accepted_per_pos, both.spec_accepted_per_pos))
+    assert found[0] == found[1]
+    assert sum(found[0][2]) > sum(found[0][1]) > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_whatever_requests_ask(method: str, plain: Any):
+    with make(method) as llm:
+        assert mixed(llm) == plain[1]
+
+
+@pytest.mark.parametrize(
+    "method, settings",
+    [(method, dict(max_num_batched_tokens=7)) for method in WORKER]
+    + [
+        (
+            "eagle3",
+            dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+        ),
+        ("eagle3", dict(adaptive=True)),
+        ("draft_model", dict(adaptive=True)),
+        ("eagle3", dict(async_scheduling=False)),
+    ],
+)
+def test_whatever_the_engine_does_beside(method: str, settings: dict[str, Any]):
+    with make(method, **settings) as llm:
+        for _ in range(2):
+            assert generate(llm) == expected()
+        assert ("kv_cache_memory_bytes" in settings) <= (llm.stats().num_preemptions > 0)
 
 
 def test_synthetic_acceptance_is_that_of_eager_steps():

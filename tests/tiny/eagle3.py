@@ -281,7 +281,10 @@ def weights(name: str, trained_for: str | None = None) -> Tensors:
     """A dialect's weights, rounded to float32 (as its file has them): random, or trained for a target."""
     w = random_weights(DIALECTS[name])
     if trained_for is not None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # many small products: threads only wait for each other
         w = train(DIALECTS[name], w, trained_for)
+        torch.set_num_threads(threads)
     return {key: x.float().double() for key, x in w.items()}
 
 
