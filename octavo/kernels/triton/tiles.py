@@ -145,6 +145,12 @@ def add_block(
         acc = tl.dot(w1, tl.trans(x1), acc)
         acc = tl.dot(w2, tl.trans(x2), acc)
         return tl.dot(w3, tl.trans(x3), acc)
+    elif GROUP > 64 and total.shape[1] <= 16:
+        # Two sums at a time: a warp's own products of few rows wait for the ones that they are added to.
+        none = tl.zeros([total.shape[0], total.shape[1]], tl.float32)
+        acc = tl.dot(w1, tl.trans(x1), tl.dot(w0, tl.trans(x0), none))
+        acc += tl.dot(w3, tl.trans(x3), tl.dot(w2, tl.trans(x2), none))
+        return total + acc * slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, None]
     else:
         none = tl.zeros([total.shape[0], total.shape[1]], tl.float32)
         acc = tl.dot(w0, tl.trans(x0), none)
