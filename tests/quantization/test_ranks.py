@@ -193,8 +193,13 @@ def products(load: Callable[[], CausalLM], size: int) -> list[list[torch.Tensor]
     def rank(group: TensorParallelGroup) -> list[torch.Tensor]:
         with use_group(group):
             model = load()
-        layers = {layer: model.get_submodule(f"model.layers.0.{layer}") for layer in ROWS}
-        return [layers[layer](x[layer].chunk(size, 1)[group.rank]) for layer in ROWS]
+        found = []
+        for name in ROWS:
+            layer = model.get_submodule(f"model.layers.0.{name}")
+            out = layer(x[name].chunk(size, 1)[group.rank])
+            # The sum over ranks may be left to the norm that comes after the layer.
+            found.append(out if layer.reduce_results else group.all_reduce(out))
+        return found
 
     return on_ranks(size, rank)
 
