@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.kv.pool import BlockPool
 from octavo.messages import CoreStats
 from octavo.outputs import RequestOutput
+from octavo.worker.worker import Worker
 from tests import tiny
 from tests.engine.test_llm_parity import make
 from tests.tiny import eagle3, pard
@@ -96,3 +99,26 @@ def check_drafted(llm: LLM) -> None:
     """Some drafts stood and some did not."""
     stats = llm.stats()
     assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
+
+
+def spoil_free_pages(patch: pytest.MonkeyPatch) -> list[int]:
+    """Before each step, fill free blocks that nobody can find with what is NaN in every dtype; returns a list
+    of how many they were."""
+    pools: list[BlockPool] = []
+    init, execute, spoilt = BlockPool.__init__, Worker.execute, []
+
+    def made(self: BlockPool, num_blocks: int) -> None:
+        init(self, num_blocks)
+        pools.append(self)
+
+    def spoiling(self: Worker, plan: Any) -> Any:
+        refs, keys = pools[-1].holders()
+        free = [b for b, (held, key) in enumerate(zip(refs, keys, strict=True)) if not held and key is None]
+        for cache in self.runner.kv_caches:
+            cache.reshape(len(cache), -1).view(torch.uint8)[free] = 255
+        spoilt.append(len(free))
+        return execute(self, plan)
+
+    patch.setattr(BlockPool, "__init__", made)
+    patch.setattr(Worker, "execute", spoiling)
+    return spoilt

@@ -7,18 +7,15 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import torch
 
 from octavo.config import EngineConfig
 from octavo.engine import worker_drafting
 from octavo.engine.core import EngineCore
 from octavo.engine.scheduler import Scheduler
-from octavo.kv.pool import BlockPool
-from octavo.worker.worker import Worker
 from tests import tiny
 from tests.engine import simulation as sim
 from tests.engine.pretend_drafts import Drafting
-from tests.engine.speculative_methods import drafted
+from tests.engine.speculative_methods import drafted, spoil_free_pages
 from tests.engine.test_llm_parity import expected, generate, make
 from tests.engine.test_random_mixes import WINDOWS, check_mix, disturb
 
@@ -72,23 +69,7 @@ def test_what_lay_in_a_page_before_does_not_matter(
     method: str, settings: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Free blocks that nobody can find are overwritten with what is NaN in every dtype before each step."""
-    pools: list[BlockPool] = []
-    init, execute, spoilt = BlockPool.__init__, Worker.execute, []
-
-    def made(self: BlockPool, num_blocks: int) -> None:
-        init(self, num_blocks)
-        pools.append(self)
-
-    def spoiling(self: Worker, plan: Any) -> Any:
-        refs, keys = pools[-1].holders()
-        free = [b for b, (held, key) in enumerate(zip(refs, keys, strict=True)) if not held and key is None]
-        for cache in self.runner.kv_caches:
-            cache.reshape(len(cache), -1).view(torch.uint8)[free] = 255
-        spoilt.append(len(free))
-        return execute(self, plan)
-
-    monkeypatch.setattr(BlockPool, "__init__", made)
-    monkeypatch.setattr(Worker, "execute", spoiling)
+    spoilt = spoil_free_pages(monkeypatch)
     rest = dict(attention_backend=backend, block_size=8, enable_prefix_caching=False, **settings)
     with make("llama", kv_cache_memory_bytes=8 << 20, **rest) as llm:
         plain = generate(llm)

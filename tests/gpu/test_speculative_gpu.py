@@ -10,7 +10,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from tests import tiny
-from tests.engine.speculative_methods import METHODS, check_drafted, config
+from tests.engine.speculative_methods import METHODS, check_drafted, config, spoil_free_pages
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -165,3 +165,23 @@ def test_synthetic_acceptance_is_that_of_eager_steps():
     assert counts[0] == counts[1]
     first, second, third = counts[0][1]
     assert counts[0][0] > first > second > third > 0
+
+
+@pytest.mark.parametrize(("method", "kv_cache_dtype"), [("draft_model", "int8"), ("pard", "fp8")])
+def test_what_lay_in_a_page_before_does_not_matter(method: str, kv_cache_dtype: str):
+    """A pool in which pages go from the target to drafts and back, and hold NaN in between."""
+    settings: dict[str, Any] = dict(
+        kv_cache_memory_bytes=200 << 10,
+        block_size=8,
+        enable_prefix_caching=False,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    found = []
+    for spoils in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            spoilt = spoil_free_pages(patch) if spoils else [1]
+            with make(method, **settings) as llm:
+                found.append([generate(llm) for _ in range(2)])
+                assert llm.stats().spec_draft_tokens > 0
+            assert sum(spoilt) > 0
+    assert found[0] == found[1]
