@@ -141,7 +141,7 @@ def test_whatever_requests_ask(method: str, plain: Any):
     + [
         (
             "eagle3",
-            dict(kv_cache_memory_bytes=320 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
+            dict(kv_cache_memory_bytes=220 << 10, block_size=8, look_ahead_admission=False, max_num_seqs=3),
         ),
         ("eagle3", dict(adaptive=True)),
         ("draft_model", dict(adaptive=True)),
