@@ -252,6 +252,7 @@ def _cases_8bit() -> list[tuple[str, Callable[[], Any]]]:
         kind = f"{str(dtype)[6:]}{' blocks' if blocks else ''}"
         for size_in, size_out, act, cut in [
             (4096, 6144, None, (4, 8, 2)),
+            (4096, 6144, None, (4, 8, 2, 2)),
             (4096, 28672, "silu", (4, 8, 4)),
             (14336, 4096, None, (4, 8, 4, 4)),
             (1024, 6144, "silu", (8, 4, 1)),

@@ -227,9 +227,10 @@ def test_choices_are_made_without_the_device() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8"])
 def test_engine(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole engine: recorded steps as without, and as by the plain twins up to codes rounded otherwise."""
+    """A whole engine: recorded steps as without; and as near to the model in 16 bits as by the plain twins, by
+    which other codes come out (a sum rounded otherwise moves some of them, and these move others)."""
 
-    def run(**settings: Any) -> tuple[list[list[int]], torch.Tensor]:
+    def run(quantization: str | None = quantization, **settings: Any) -> tuple[list[list[int]], torch.Tensor]:
         with LLM(
             str(tiny.checkpoint("llama")), device="cuda", dtype="bfloat16", quantization=quantization,
             max_model_len=tiny.CONTEXT, skip_tokenizer_init=True, max_num_seqs=16,
@@ -247,4 +248,7 @@ def test_engine(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tokens, True) == (run(enforce_eager=True)[0], bool(scores.isfinite().all()))
     monkeypatch.setattr(lowbit_ops, "_kernels", lambda device_type: reference_lowbit)
     plainly = run(enforce_eager=True)[1]
-    assert (scores - plainly).square().mean().sqrt() < 0.05
+    exact = run(None, enforce_eager=True)[1]
+    error, theirs = (float((x - exact).square().mean().sqrt()) for x in (scores, plainly))
+    print(quantization, error, theirs, float((scores - plainly).square().mean().sqrt()))
+    assert 0 < theirs and error <= 1.25 * theirs

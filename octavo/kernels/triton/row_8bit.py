@@ -150,13 +150,13 @@ def _row_kernel(
         row = codes_of(x.to(tl.float32), row_scale, GIVEN, IS_FP8)
     place = tl.program_id(0).to(tl.int64)
     parts = part_ptr + place * (SPLITS * TILES * OUTPUTS)
+    GROUPS: tl.constexpr = BLOCK_IN // GROUP if GROUP else 1
+    COUNT: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP else 1
     for step in tl.static_range(TILES):
         tile = first + step
         wide = tiles[step].to(tl.float32)  # type: ignore[var-annotated]
         product = wide * row[None, :]
         if GROUP:
-            GROUPS: tl.constexpr = BLOCK_IN // GROUP
-            COUNT: tl.constexpr = (IN + GROUP - 1) // GROUP
             at = _matrix_rows(tile, OUT, OUTPUTS, GATED)
             group = begin // GROUP + tl.arange(0, GROUPS)
             mask = (tile * OUTPUTS + tl.arange(0, OUTPUTS) < OUT)[:, None] & (group < COUNT)[None, :]
@@ -176,8 +176,8 @@ def _row_kernel(
         if arrived == SPLITS - 1:
             tl.store(counter_ptr + place, 0)
             for step in tl.static_range(TILES):
-                at = parts + step * OUTPUTS + tl.arange(0, OUTPUTS)
-                result = add_parts(at, TILES * OUTPUTS, tl.full([OUTPUTS], 1, tl.int1), SPLITS)
+                sums_at = parts + step * OUTPUTS + tl.arange(0, OUTPUTS)
+                result = add_parts(sums_at, TILES * OUTPUTS, tl.full([OUTPUTS], 1, tl.int1), SPLITS)
                 _store_results(
                     result, scale_ptr, bias_ptr, out_ptr, first + step, OUT, OUTPUTS, GROUP, HAS_BIAS, GELU
                 )
