@@ -227,8 +227,8 @@ def test_choices_are_made_without_the_device() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8"])
 def test_engine(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole engine: recorded steps as without; and as near to the model in 16 bits as by the plain twins, by
-    which other codes come out (a sum rounded otherwise moves some of them, and these move others)."""
+    """A whole engine: recorded steps as without; and as near to the model in 16 bits as the plain twins are,
+    of which other codes come (a sum rounded otherwise moves some of them, and these move others)."""
 
     def run(quantization: str | None = quantization, **settings: Any) -> tuple[list[list[int]], torch.Tensor]:
         with LLM(
