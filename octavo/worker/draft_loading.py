@@ -129,6 +129,7 @@ def draft_settings(config: EngineConfig, speculative: SpeculativeConfig) -> Engi
         speculative_config=None,
         speculative_model=None,
         num_speculative_tokens=None,
+        speculative_synthetic_acceptance=None,
         kv_cache_dtype="auto",
     )
 

@@ -56,6 +56,13 @@ def test_nothing_is_marked_otherwise_and_adaptive_drafts_stop_where_none_stand()
         assert llm.stats().spec_accepted_tokens == 0 < llm.stats().spec_drafts
 
 
+def test_the_setting_goes_with_a_draft_model():
+    """Given beside `speculative_config`, it is the engine's alone: a draft model's settings draft nothing."""
+    plain = speculative_methods.config("draft_model", len(RATES))
+    with make("llama", speculative_config=plain, speculative_synthetic_acceptance="0.8,0.6,0.4") as llm:
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].synthetic_acceptance == RATES
+
+
 def test_streams_are_marked_too():
     import asyncio
 

@@ -202,7 +202,8 @@ def test_rates_are_those_of_the_bus(capsys):
         rates.append(size / (time.perf_counter() - begin))
     with capsys.disabled():
         print(f"\nhost tier: {host.describe()}; bus {rates[0] / 1e9:.1f} GB/s out, {rates[1] / 1e9:.1f} in")
-    assert host.rate_out >= 0.8 * rates[0] and host.rate_into >= 0.8 * rates[1]
+    # Less than the bus could do, so that steps go on beside the copies; other work of the host's shows, too.
+    assert host.rate_out >= 0.6 * rates[0] and host.rate_into >= 0.6 * rates[1]
     host.close()
 
 
