@@ -36,6 +36,15 @@ def unloaded(monkeypatch):
     monkeypatch.setattr(ops, "_reason", None)
 
 
+def test_where_there_is_a_compiler_there_are_kernels():
+    """Else most tests of this folder would be skipped, and nobody would see why."""
+    try:
+        build.find_compiler()
+    except build.BuildError:
+        pytest.skip("no C++ compiler")
+    assert ops.available(), ops.why_not()
+
+
 @needs_kernels
 def test_two_processes_build_at_once(small_sources):
     program = (

@@ -35,7 +35,7 @@ FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
-BUILD_TIMEOUT = 300  # seconds for one file
+BUILD_TIMEOUT = 900  # seconds for one file: a minute on a core of its own, many beside other work
 
 
 class BuildError(RuntimeError):
