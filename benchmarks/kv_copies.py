@@ -27,8 +27,8 @@ import torch
 from octavo.config import EngineConfig
 from octavo.kernels.block_copy import BlockCopier
 from octavo.kernels.cuda_block_copy import BatchedBlockCopier, driver_call
-from octavo.messages import BlockCopies, BlockUpdate, StepPlan
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import BlockCopies, BlockUpdate, StepPlan
 from octavo.worker import host_cache
 from octavo.worker.host_memory import HostMemory
 from octavo.worker.worker import Worker

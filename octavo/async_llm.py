@@ -38,7 +38,6 @@ from octavo.messages import (
     CoreStats,
     DescribeKV,
     KVMap,
-    ModelFacts,
     ProfileStatus,
     ResetPrefixCache,
     Sleep,
@@ -51,6 +50,7 @@ from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.step_messages import ModelFacts
 from octavo.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from octavo.messages import (
     AddRequests,
     CoreOutputs,
     CoreStats,
-    ModelFacts,
     ProfileStatus,
     ResetPrefixCache,
     Sleep,
@@ -43,6 +42,7 @@ from octavo.messages import (
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.step_messages import ModelFacts
 from octavo.tokenization.chat_template import load_chat_template
 from octavo.tokenization.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ from octavo.bench.statistics import describe
 from octavo.bench.workloads import random_requests, vocab_bounds
 from octavo.errors import ConfigError
 from octavo.llm import LLM
-from octavo.messages import ModelFacts
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import ModelFacts
 
 TOLERANCE = 0.2  # of the predicted time: beyond it a point is flagged
 

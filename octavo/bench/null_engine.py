@@ -25,10 +25,10 @@ from octavo.engine.executor import Executor
 from octavo.engine.process import main
 from octavo.errors import ConfigError
 from octavo.kv.format import KVFormat, KVGroup
-from octavo.messages import ModelFacts, StepPlan, StepResult, TokenMasks
 from octavo.models.loader import load_model_config
 from octavo.models.locate import configured_model, configured_tokenizer
 from octavo.planning.budget import useful_blocks
+from octavo.step_messages import ModelFacts, StepPlan, StepResult, TokenMasks
 from octavo.tokenization.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from octavo.errors import ConfigError
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
-from octavo.messages import CoreRequest, StepResult
+from octavo.messages import CoreRequest
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import StepResult
 
 _BLOCK = 16
 _VOCAB = 32000

@@ -23,17 +23,8 @@ from octavo.engine.frames import receive_frame
 from octavo.engine.sender import FrameSender
 from octavo.engine.watchdog import Watch, Watchdog
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.messages import (
-    AskPulse,
-    CoreOutputs,
-    Fatal,
-    FromCore,
-    ModelFacts,
-    Pulse,
-    Ready,
-    Shutdown,
-    ToCore,
-)
+from octavo.messages import AskPulse, CoreOutputs, Fatal, FromCore, Pulse, Ready, Shutdown, ToCore
+from octavo.step_messages import ModelFacts
 
 logger = logging.getLogger(__name__)
 

@@ -26,19 +26,10 @@ from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
 from octavo.kv.map import describe_kv
 from octavo.kv.offloading import TierRates
-from octavo.messages import (
-    CoreOutput,
-    CoreRequest,
-    CoreStats,
-    DescribeKV,
-    KVMap,
-    ModelFacts,
-    RequestMetrics,
-    StepResult,
-    TokenMasks,
-)
+from octavo.messages import CoreOutput, CoreRequest, CoreStats, DescribeKV, KVMap, RequestMetrics
 from octavo.speculative.registry import make_host_proposer
 from octavo.speculative.synthetic import show_rates
+from octavo.step_messages import ModelFacts, StepResult, TokenMasks
 
 logger = logging.getLogger(__name__)
 

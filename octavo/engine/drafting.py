@@ -9,9 +9,10 @@ import numpy as np
 
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
-from octavo.messages import CoreStats, DraftOrder, StepPlan, StepResult
+from octavo.messages import CoreStats
 from octavo.speculative.adaptive import Adaptation
 from octavo.speculative.proposer import HostProposer
+from octavo.step_messages import DraftOrder, StepPlan, StepResult
 
 
 class Drafting(ABC):

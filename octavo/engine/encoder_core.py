@@ -20,10 +20,10 @@ from octavo.messages import (
     CoreStats,
     DescribeKV,
     KVMap,
-    ModelFacts,
     RequestInfo,
     RequestMetrics,
 )
+from octavo.step_messages import ModelFacts
 
 logger = logging.getLogger(__name__)
 

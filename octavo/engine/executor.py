@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from octavo.errors import RequestError
 from octavo.kv.tiers import BlockStore
-from octavo.messages import ModelFacts, StepPlan, StepResult, TokenMasks
+from octavo.step_messages import ModelFacts, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig

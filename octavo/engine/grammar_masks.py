@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.engine.grammar_run import GrammarRun
-from octavo.messages import TokenMasks
+from octavo.step_messages import TokenMasks
 
 
 def begin_masks(runs: Sequence[GrammarRun]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from octavo.engine.request import Request
 from octavo.engine.worker_drafting import WorkerDrafting
-from octavo.messages import DraftOrder
+from octavo.step_messages import DraftOrder
 
 # Where drafts don't pay, following has no use, and costs about a layer of each step. A request that was not
 # drafted for in so many steps is left alone for so many; so is one whose blocks were needed elsewhere.

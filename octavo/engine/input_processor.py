@@ -14,13 +14,14 @@ from typing import Any, cast
 from octavo.config import EngineConfig
 from octavo.errors import ModelError, RequestError
 from octavo.inputs import TextPrompt, TokensPrompt
-from octavo.messages import CoreRequest, ModelFacts
+from octavo.messages import CoreRequest
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_generation_config, load_model_config
 from octavo.models.locate import configured_model, configured_tokenizer
 from octavo.models.pooling_config import pooling_settings
 from octavo.sampling.noise import choice_seed
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.step_messages import ModelFacts
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]

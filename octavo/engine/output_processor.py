@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from octavo.engine.input_processor import PreparedRequest
 from octavo.errors import OctavoError, RequestError, RequestFailedError
-from octavo.messages import CoreOutput, CoreRequest, RequestMetrics, TokenLogprobs
+from octavo.messages import CoreOutput, CoreRequest, RequestMetrics
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.sampling_params import RequestOutputKind
+from octavo.step_messages import TokenLogprobs
 from octavo.tokenization.stop import TextStream
 from octavo.tokenization.tokenizer import Tokenizer
 

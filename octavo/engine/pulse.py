@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.messages import Pulse, StepPlan
+from octavo.messages import Pulse
+from octavo.step_messages import StepPlan
 
 Kind = tuple[object, ...]
 

@@ -19,7 +19,6 @@ from octavo.config import EngineConfig
 from octavo.engine.child import start_child
 from octavo.engine.frames import send_frame, take_frames
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.messages import ModelFacts
 from octavo.parallel.wire import (
     Beat,
     CloseRank,
@@ -35,6 +34,7 @@ from octavo.parallel.wire import (
     decode_from_rank,
     encode,
 )
+from octavo.step_messages import ModelFacts
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, PendingStep
 from octavo.engine.rank_processes import RankProcesses
 from octavo.errors import EngineDeadError
-from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.parallel.wire import (
     Answer,
     DrawTokens,
@@ -23,6 +22,7 @@ from octavo.parallel.wire import (
     ToRank,
     WakeRank,
 )
+from octavo.step_messages import StepPlan, StepResult, TokenMasks
 
 
 @dataclass

@@ -9,7 +9,8 @@ import numpy as np
 from octavo.engine.grammar_run import GrammarRun
 from octavo.kv.keys import NO_EXTRAS, ExtraKeys
 from octavo.kv.manager import Sequence
-from octavo.messages import CoreRequest, RequestMetrics, TokenLogprobs
+from octavo.messages import CoreRequest, RequestMetrics
+from octavo.step_messages import TokenLogprobs
 
 
 @dataclass(eq=False)

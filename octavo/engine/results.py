@@ -9,7 +9,8 @@ import numpy as np
 
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
-from octavo.messages import CoreOutput, CoreStats, StepPlan, StepResult
+from octavo.messages import CoreOutput, CoreStats
+from octavo.step_messages import StepPlan, StepResult
 
 
 class Finish(Protocol):

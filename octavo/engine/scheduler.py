@@ -41,15 +41,9 @@ from octavo.engine.tables import (
 from octavo.engine.trials import TrialQueue, Trials
 from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.manager import KVManager, Prefix
-from octavo.messages import (
-    Admission,
-    CoreOutput,
-    CoreRequest,
-    CoreStats,
-    StepPlan,
-    StepResult,
-)
+from octavo.messages import CoreOutput, CoreRequest, CoreStats
 from octavo.speculative.proposer import HostProposer
+from octavo.step_messages import Admission, StepPlan, StepResult
 
 
 class Scheduler:

@@ -11,7 +11,7 @@ from octavo.engine.news import News
 from octavo.engine.request import Request
 from octavo.kv.manager import NEVER, KVManager
 from octavo.kv.shared_prefix import SharedPrefix
-from octavo.messages import Admission
+from octavo.step_messages import Admission
 
 
 class Slots:

@@ -12,7 +12,8 @@ from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.slots import Slots
 from octavo.engine.tables import TableChanges, block_updates, shared_blocks
 from octavo.kv.manager import KVManager
-from octavo.messages import ITERATION_BOUNDS, Admission, BlockCopies, CoreStats, StepPlan
+from octavo.messages import ITERATION_BOUNDS, CoreStats
+from octavo.step_messages import Admission, BlockCopies, StepPlan
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.engine.slots import Slots
 from octavo.kv.manager import KVManager
-from octavo.messages import BlockUpdate
+from octavo.step_messages import BlockUpdate
 
 TableChanges = list[tuple[int, int, int]]  # of one KV group: slot, column, block
 _NO_UPDATE = BlockUpdate(*np.zeros((3, 0), np.int32))

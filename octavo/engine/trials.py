@@ -11,7 +11,7 @@ from octavo.engine.loading import LoadingRequests
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
 from octavo.engine.waiting import WaitingQueue
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 
 
 class TrialQueue:

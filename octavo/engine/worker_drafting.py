@@ -9,8 +9,8 @@ from octavo.engine.drafting import Drafting
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
 from octavo.kv.draft_blocks import DraftBlocks
-from octavo.messages import DraftOrder, StepPlan, StepResult
 from octavo.speculative.step_times import mean_of_late
+from octavo.step_messages import DraftOrder, StepPlan, StepResult
 
 PRIOR_COST = 0.3  # of a plain step, that making one draft for all takes, until that was measured
 _PRIOR_ROW = 0.02  # of that, that computing one token of a text in the draft's cache takes

@@ -13,8 +13,9 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor, PendingStep
 from octavo.errors import ConfigError, RequestFailedError
-from octavo.messages import CoreRequest, ModelFacts, StepPlan
+from octavo.messages import CoreRequest
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import ModelFacts, StepPlan
 from octavo.worker.worker import Worker
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -10,7 +10,7 @@ from octavo.kv.capacity import blocks_of
 from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.kv.pool import BlockPool
-from octavo.messages import BlockUpdate
+from octavo.step_messages import BlockUpdate
 
 # Of the pool: so much drafts may take from texts that are cached, and keep while requests wait for blocks.
 _KEPT = 0.15

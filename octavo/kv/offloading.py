@@ -12,7 +12,8 @@ import numpy as np
 from octavo.kv.host_tier import Entry, HostTier
 from octavo.kv.pool import BlockPool
 from octavo.kv.tiers import BlockStore
-from octavo.messages import BlockCopies, CoreStats
+from octavo.messages import CoreStats
+from octavo.step_messages import BlockCopies
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What the engine may ask of a tier behind host memory: blocks by key, moved to and from host slots.
 
 The device's blocks and the host's slots are in the engine's books (`kv.pool`, `kv.host_tier`) and move by
-`messages.BlockCopies`. A tier behind them keeps books of its own, since others may use it too (another
+`step_messages.BlockCopies`. A tier behind them keeps books of its own, since others may use it too (another
 engine on the same folder, an earlier run of this one), so that the engine asks it by key. Where blocks
 lie is the worker's business: a store reads and writes *host slots*, the memory that `BlockCopies` fills and
 empties. With one worker in the engine's process the store is the worker's own object

@@ -44,7 +44,7 @@ from octavo.parallel.wire import (
 
 if TYPE_CHECKING:
     from octavo.engine.executor import PendingStep
-    from octavo.messages import StepResult
+    from octavo.step_messages import StepResult
     from octavo.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octavo.messages import ModelFacts, StepPlan, StepResult, TokenMasks
+from octavo.step_messages import ModelFacts, StepPlan, StepResult, TokenMasks
 
 
 class RankSetup(msgspec.Struct):

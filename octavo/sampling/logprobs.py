@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from octavo.kernels import ops
-from octavo.messages import TokenLogprobs
+from octavo.step_messages import TokenLogprobs
 
 SLICE_ELEMENTS = 1 << 24  # float32 logits held at once (64 MiB); temporaries are a few times that
 _WIDE = 64  # requests for more than this many are computed apart, lest all pay for one

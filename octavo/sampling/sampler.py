@@ -37,7 +37,7 @@ class RowMasks:
 
     Attributes:
         rows: int64 `[m]` on the device, each once.
-        bits: int32 `[m, ceil(vocab / 32)]` on the device, as `octavo.messages.TokenMasks`.
+        bits: int32 `[m, ceil(vocab / 32)]` on the device, as `octavo.step_messages.TokenMasks`.
     """
 
     rows: torch.Tensor

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.messages import Admission
 from octavo.sampling.noise import seed_state
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import Admission
 
 # What a slot needs beyond the argmax; the host decides by these, never by looking at the device.
 RANDOM = 1  # temperature above 0

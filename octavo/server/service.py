@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from octavo.config import EngineConfig
 from octavo.errors import EngineAsleepError, RequestError
-from octavo.messages import CoreStats, KVMap, ModelFacts, ProfileStatus, SleepStatus
+from octavo.messages import CoreStats, KVMap, ProfileStatus, SleepStatus
 from octavo.models.config import ModelConfig
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -29,6 +29,7 @@ from octavo.server.protocol import Synthetic
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.server.tracing import RequestTrace, RequestTracer
+from octavo.step_messages import ModelFacts
 from octavo.tokenization.chat_template import load_chat_template
 
 ResultBatch = list[tuple[int, RequestOutput]]

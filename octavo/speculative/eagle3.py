@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from octavo.messages import BlockUpdate, StepPlan
 from octavo.sampling.processors import upload
 from octavo.sampling.sampler import Sampler
 from octavo.speculative.confidence import Confidence, Drafted
+from octavo.step_messages import BlockUpdate, StepPlan
 
 
 @dataclass

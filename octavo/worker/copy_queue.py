@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.block_copy import BlockCopier
-from octavo.messages import BlockCopies
+from octavo.step_messages import BlockCopies
 
 logger = logging.getLogger(__name__)
 

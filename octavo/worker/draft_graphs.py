@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.messages import BlockUpdate
+from octavo.step_messages import BlockUpdate
 from octavo.worker.draft_passes import DraftPass, DraftPasses
 from octavo.worker.draft_tables import DraftTables
 

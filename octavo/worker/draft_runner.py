@@ -10,10 +10,10 @@ import torch
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan
 from octavo.speculative.confidence import Drafted
 from octavo.speculative.draft_model import DraftModel
 from octavo.speculative.pard import Pard
+from octavo.step_messages import StepPlan
 from octavo.worker.draft_graphs import DraftGraphs
 from octavo.worker.draft_loading import LoadedDraft
 from octavo.worker.draft_passes import DraftPasses

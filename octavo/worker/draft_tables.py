@@ -9,7 +9,7 @@ import torch
 
 from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
-from octavo.messages import BlockUpdate, StepPlan
+from octavo.step_messages import BlockUpdate, StepPlan
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import draft_caches
 from octavo.worker.model_runner import ModelRunner

@@ -13,13 +13,13 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError, ModelError
-from octavo.messages import ModelFacts
 from octavo.models.fingerprint import fingerprint
 from octavo.models.loader import load_model_config
 from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling import pool_padded
 from octavo.models.pooling_config import pooling_settings
 from octavo.models.transformers_config import hf_config, import_transformers
+from octavo.step_messages import ModelFacts
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
 

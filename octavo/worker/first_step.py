@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.kv.format import KVGroup
-from octavo.messages import Admission, BlockUpdate, StepPlan
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import Admission, BlockUpdate, StepPlan
 
 
 def first_step(

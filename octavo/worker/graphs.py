@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 from octavo.worker.graph_recorder import GraphRecorder
 from octavo.worker.input_batch import InputBatch, Padding, StepInputs
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.messages import DraftOrder
 from octavo.sampling.processors import upload
+from octavo.step_messages import DraftOrder
 from octavo.worker.draft_passes import DraftPasses
 from octavo.worker.draft_tables import DraftTables
 from octavo.worker.input_batch import StepInputs

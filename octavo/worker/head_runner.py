@@ -10,11 +10,11 @@ import torch
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
-from octavo.messages import DraftOrder, StepPlan
 from octavo.models.eagle3 import Eagle3Head
 from octavo.sampling.processors import upload
 from octavo.speculative.confidence import Drafted
 from octavo.speculative.eagle3 import Eagle3, FollowedRows
+from octavo.step_messages import DraftOrder, StepPlan
 from octavo.worker.draft_passes import DraftPasses
 from octavo.worker.draft_tables import DraftTables
 from octavo.worker.head_graphs import HeadGraphs

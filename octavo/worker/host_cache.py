@@ -13,7 +13,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.block_copy import BlockCopier, PlainBlockCopier
 from octavo.kernels.cuda_block_copy import BatchedBlockCopier, driver_call
-from octavo.messages import BlockCopies
+from octavo.step_messages import BlockCopies
 from octavo.worker.copy_queue import CopyQueue
 from octavo.worker.host_memory import GIB, HostMemory
 from octavo.worker.kv_cache import page_buffers

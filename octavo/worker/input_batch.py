@@ -12,7 +12,7 @@ import torch
 from octavo.kernels.batch_ops import batch_kernels
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.layers.attention import LONG_PROMPT, AttentionMetadata, pays_to_share
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 
 
 class Padding(NamedTuple):

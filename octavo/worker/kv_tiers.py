@@ -12,7 +12,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import EngineDeadError
 from octavo.kv.disk_store import DiskStore
-from octavo.messages import StepPlan, StepResult, TokenMasks
+from octavo.step_messages import StepPlan, StepResult, TokenMasks
 from octavo.worker.host_cache import HostCache
 from octavo.worker.host_memory import GIB
 

@@ -13,13 +13,13 @@ import torch
 
 from octavo.kernels.cpu.lending import Lending
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from octavo.sampling.logprobs import PackedLogprobs, prompt_logprobs
 from octavo.sampling.processors import upload
 from octavo.sampling.sampler import RowMasks, Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.speculative.confidence import Drafted
+from octavo.step_messages import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.models.pooling import Pooler
+from octavo.step_messages import StepPlan, StepResult, TokenMasks
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.transfer import wait_for
 

@@ -10,7 +10,7 @@ import torch
 
 from octavo.kernels.cpu.recording import Recording, record
 from octavo.kernels.cpu.step_memory import StepMemory
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 from octavo.worker.input_batch import StepInputs
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.messages import StepPlan
 from octavo.parallel.stages import StageGroup
 from octavo.sampling.processors import upload
 from octavo.sampling.verifier import VerifyOutput
+from octavo.step_messages import StepPlan
 from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.input_batch import InputBatch
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from octavo.kv.format import KVGroup
-from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.parallel.stages import StageGroup
+from octavo.step_messages import StepPlan, StepResult, TokenMasks
 from octavo.worker.device_timer import DeviceTimer
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs

@@ -24,8 +24,6 @@ from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
 from octavo.kv.keys import root_key
 from octavo.layers.rotary import rope_variant
-from octavo.messages import ModelFacts, StepPlan
-from octavo.models.config import ModelConfig
 from octavo.models.eagle3 import Eagle3Head
 from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
@@ -43,6 +41,7 @@ from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.local_hardware import hardware_of
 from octavo.sampling_params import SamplingParams
 from octavo.speculative_config import SpeculativeConfig
+from octavo.step_messages import ModelFacts, StepPlan
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker import kv_scales
 from octavo.worker.batch_invariance import check_batch_invariant
@@ -56,11 +55,12 @@ from octavo.worker.head_runner import HeadRunner, attach_head
 from octavo.worker.kernel_compiler import KernelCompiler
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.kv_tiers import KVTiers, Launched, prefill_rate
-from octavo.worker.memory import check_weights_fit, kv_budget, measured_ledger, num_blocks
+from octavo.worker.memory import kv_budget, measured_ledger, num_blocks
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.parking import ParkedTensors
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
+from octavo.worker.sizes import check_size, wanted_length
 from octavo.worker.stage_link import StageLink
 from octavo.worker.stage_runner import StageRunner
 from octavo.worker.summary import describe
@@ -120,7 +120,7 @@ class Worker:
             source, wanted, build = self._settle(config, device)
         build = self._take_part(build, wanted)
         threads = set_threads(config, self.device)
-        self._check_size(build)
+        check_size(build, self.group, self.device, config.num_ranks)
         self._load = partial(self._load_model, source, build)
         self._load()
         loaded = time.perf_counter()
@@ -199,7 +199,7 @@ class Worker:
             self.dtype,
             config.quantization_strict,
         )
-        wanted = self._wanted_length(self.model_config)
+        wanted = wanted_length(config, self.model_config, self.pooling)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (
             8192 if self.device.type == "cuda" else 2048
         )
@@ -376,28 +376,6 @@ class Worker:
         self._give_back()
 
     # ---- sizes ----------------------------------------------------------------------------------
-
-    def _wanted_length(self, model: ModelConfig) -> int:
-        """The context to build the model for, before memory is known."""
-        most, asked = model.context_length, self.config.max_model_len
-        if asked is None or asked == "auto":
-            return most if self.pooling is None else min(most, self.pooling.max_length or most)
-        assert isinstance(asked, int)
-        if asked > most:
-            raise ConfigError(
-                f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it"
-            )
-        return asked
-
-    def _check_size(self, build: Callable[..., CausalLM]) -> None:
-        """Refuse a model that is larger than the memory that is free, by its shapes alone."""
-        with use_group(self.group):
-            shapes = build(device="meta", attention_backend="torch")
-        tensors = {t.data_ptr() or id(t): t for t in (*shapes.parameters(), *shapes.buffers())}
-        # Making a rotary table takes twice its own size more.
-        rotary = sum(2 * t.nbytes for name, t in shapes.named_buffers() if name.endswith("cos_sin"))
-        nbytes = sum(t.nbytes for t in tensors.values()) + rotary
-        check_weights_fit(nbytes, self.device, self.config.num_ranks)
 
     def _size_cache(self, wanted: int) -> None:
         """Profile the largest step, allocate the cache, settle `max_model_len`."""

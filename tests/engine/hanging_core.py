@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import PendingStep, UniprocExecutor
 from octavo.engine.process import main
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 
 POISON = 99
 SLOW = 98  # the first step with it takes `SLOW_SECONDS`, as if it compiled

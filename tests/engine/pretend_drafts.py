@@ -12,7 +12,7 @@ import numpy as np
 from octavo.config import EngineConfig
 from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVFormat, KVGroup
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 from tests.engine import simulation as sim
 from tests.engine.test_random_mixes import Reporting
 

@@ -23,9 +23,10 @@ from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.keys import NO_EXTRAS
 from octavo.kv.manager import KVManager
 from octavo.kv.tiers import StoreStats
-from octavo.messages import BlockCopies, CoreOutput, CoreRequest, ModelFacts, StepPlan, StepResult
+from octavo.messages import CoreOutput, CoreRequest
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import HostProposer, Proposal
+from octavo.step_messages import BlockCopies, ModelFacts, StepPlan, StepResult
 
 VOCAB = 1000
 

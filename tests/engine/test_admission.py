@@ -13,8 +13,9 @@ from octavo.engine.scheduler import Scheduler
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
-from octavo.messages import CoreRequest, StepResult
+from octavo.messages import CoreRequest
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import StepResult
 
 SIZE = 16
 STOP = 7

@@ -255,7 +255,7 @@ class PretendExecutor:
     """Yields each text's length, and notes the batches."""
 
     def __init__(self, budget: int):
-        from octavo.messages import ModelFacts
+        from octavo.step_messages import ModelFacts
 
         self.batches: list[list[int]] = []
         self.facts = ModelFacts(100, 1000, [], 0, b"", False, budget, {}, "MEAN")

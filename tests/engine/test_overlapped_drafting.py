@@ -13,7 +13,8 @@ from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.pool import BlockPool
-from octavo.messages import CoreStats, StepResult
+from octavo.messages import CoreStats
+from octavo.step_messages import StepResult
 
 PLAIN, ROW, MOST, FIRST = 4e-3, 2e-5, 5, 2.0  # seconds; drafts; what compiling and recording take
 

@@ -16,8 +16,9 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError
-from octavo.messages import CoreOutput, CoreRequest, StepPlan, TokenLogprobs
+from octavo.messages import CoreOutput, CoreRequest
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import StepPlan, TokenLogprobs
 from tests.engine import simulation as sim
 
 

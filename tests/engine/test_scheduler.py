@@ -269,7 +269,7 @@ def test_scheduling_512_requests_takes_under_a_millisecond():
     scheduler = core.scheduler
     for i in range(512):
         scheduler.add(request(str(i), [i % 1000] * 100, 250, stream=False))
-    from octavo.messages import StepResult
+    from octavo.step_messages import StepResult
 
     times = []
     for _ in range(120):

@@ -14,8 +14,9 @@ import pytest
 from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from octavo.engine import grammar_compiler
 from octavo.engine.core import EngineCore
-from octavo.messages import CoreOutput, CoreRequest, StepPlan, TokenMasks
+from octavo.messages import CoreOutput, CoreRequest
 from octavo.sampling.structured.backend import Backend, Grammar, GrammarState
+from octavo.step_messages import StepPlan, TokenMasks
 from tests import tiny
 from tests.engine import simulation as sim
 

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 from tests import tiny
 from tests.engine import simulation as sim
 from tests.engine.simulation import expected, make_core, request, run, tokens_of

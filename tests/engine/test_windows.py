@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.core import EngineCore
-from octavo.messages import StepResult
+from octavo.step_messages import StepResult
 from tests.engine.simulation import expected, make_core, request, run, tokens_of
 
 

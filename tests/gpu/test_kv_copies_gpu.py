@@ -25,7 +25,7 @@ from octavo.kernels.cuda_block_copy import BatchedBlockCopier, driver_call
 from octavo.kernels.triton.block_copy import KernelBlockCopier
 from octavo.kv.format import KVFormat
 from octavo.kv.groups import group_layers, page_bytes
-from octavo.messages import BlockCopies
+from octavo.step_messages import BlockCopies
 from octavo.worker.host_cache import HostCache
 from octavo.worker.host_memory import HostMemory
 from octavo.worker.kv_cache import allocate_caches

@@ -6,8 +6,8 @@ import os
 import sys
 import time
 
-from octavo.messages import StepPlan
 from octavo.parallel import rank
+from octavo.step_messages import StepPlan
 
 FAILS_EVERYWHERE, FAILS_ON_ONE, HANGS_ON_ONE = 5, 13, 15  # in no prompt of tests.tiny, nor in what follows it
 

@@ -15,8 +15,8 @@ from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.engine import core as core_module
 from octavo.errors import ConfigError, RequestFailedError
 from octavo.kv.capacity import request_blocks
-from octavo.messages import StepPlan
 from octavo.models.llama import LlamaDecoderLayer
+from octavo.step_messages import StepPlan
 from octavo.worker import worker as worker_module
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.stage_runner import StageRunner

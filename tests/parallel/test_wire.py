@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.messages import (
+from octavo.parallel import wire
+from octavo.sampling_params import SamplingParams
+from octavo.step_messages import (
     Admission,
     BlockCopies,
     BlockUpdate,
@@ -18,8 +20,6 @@ from octavo.messages import (
     TokenLogprobs,
     TokenMasks,
 )
-from octavo.parallel import wire
-from octavo.sampling_params import SamplingParams
 
 
 def ints(*values: int) -> np.ndarray:

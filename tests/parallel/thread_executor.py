@@ -15,9 +15,9 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine import core as core_module
 from octavo.engine.executor import Executor
-from octavo.messages import StepPlan, StepResult, TokenMasks
 from octavo.parallel import wire
 from octavo.parallel.stages import StageGroup
+from octavo.step_messages import StepPlan, StepResult, TokenMasks
 from octavo.worker.worker import Worker
 from tests.parallel.threads import ThreadGroup, ThreadStages, grid
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from octavo.messages import Admission
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import Admission
 
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.messages import TokenLogprobs
 from octavo.sampling import logprobs as module
 from octavo.sampling.logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplingState
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import TokenLogprobs
 from tests.sampling.oracle import admission
 
 VOCAB = 200

@@ -15,7 +15,8 @@ from octavo.kv.draft_blocks import DraftBlocks
 from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.pool import BlockPool
-from octavo.messages import CoreStats, StepResult
+from octavo.messages import CoreStats
+from octavo.step_messages import StepResult
 
 MOST, STEPS = 8, 2500
 PLAIN, ROW, PASS = 10.0, 1.0, 2.0  # milliseconds of a step, of another row, and of a pass of the draft

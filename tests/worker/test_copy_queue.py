@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.messages import BlockCopies
+from octavo.step_messages import BlockCopies
 from octavo.worker.copy_queue import CopyQueue
 from tests.worker.fake_cuda import FakeCuda
 

@@ -12,7 +12,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.layers import attention
 from octavo.layers.attention import TorchAttention
-from octavo.messages import StepPlan
+from octavo.step_messages import StepPlan
 from octavo.worker.graphs import DecodeGraphs, graph_sizes
 from octavo.worker.input_batch import Padding, StepInputs
 from tests import tiny

@@ -13,8 +13,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv.format import KVFormat
 from octavo.kv.groups import group_layers, page_bytes
-from octavo.messages import Admission, BlockCopies, BlockUpdate, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import Admission, BlockCopies, BlockUpdate, StepPlan, StepResult
 from octavo.worker import host_cache, host_memory, kv_tiers
 from octavo.worker.host_cache import HostCache
 from octavo.worker.kv_cache import allocate_caches

@@ -11,8 +11,8 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kv.format import KVFormat
 from octavo.kv.groups import group_layers, page_bytes
-from octavo.messages import Admission, BlockUpdate, StepPlan
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import Admission, BlockUpdate, StepPlan
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import allocate_caches
 from octavo.worker.memory import KVBudget, num_blocks
