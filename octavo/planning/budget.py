@@ -83,6 +83,6 @@ def table_bytes(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int
     slots, columns = max_num_seqs + 1, blocks_of(max_model_len, groups[0].format.block_size)
     per_request = 4 * max_model_len + 8  # tokens, and how many are computed
     per_group = 4 * columns * (slots + max_num_seqs) + 8 * max_rows
-    step = (4 + 8) * max_rows + (8 + 8 + 8 + 4) * max_num_seqs + 4 * (max_num_seqs + 1) + 4
+    step = (4 + 8) * max_rows + (8 + 8 + 8 + 8 + 4) * max_num_seqs + 4 * (max_num_seqs + 1) + 4
     sampling = _SAMPLING_BYTES * max_num_seqs
     return slots * per_request + len(groups) * per_group + step + sampling

@@ -197,10 +197,10 @@ class CheckpointMethod(LinearMethod):
         scheme = next(rule.scheme for rule in self.rules.values() if rule is not None)
         assert scheme is not None
         hardware: Hardware = layer.matrix_hardware  # type: ignore[assignment]
+        scheme = scheme_at(self.config, scheme, int(columns))
         running = mode_of(self.config, scheme, hardware)
         if running.mode == "dequantized" or hardware.kind == "cpu":
             return DenseRunner(dense_method(self.config.dense), [], columns, dtype, device, rows)
-        scheme = scheme_at(self.config, scheme, int(columns))
         blank = blank_matrix(scheme, int(rows), int(columns), dtype, device)
         return MatricesRunner([of_mode(blank, running)])
 
@@ -219,7 +219,9 @@ class CheckpointMethod(LinearMethod):
             if piece.order is not None:
                 matrix = matrix.taken(piece.order.to(device))
             scheme = None if piece.rule is None else piece.rule.scheme
-            mode = None if scheme is None else mode_of(self.config, scheme, hardware)
+            # By the groups that this rank has: parts of the checkpoint's may be too small for a kernel.
+            here = None if scheme is None else scheme_at(self.config, scheme, int(columns))
+            mode = None if here is None else mode_of(self.config, here, hardware)
             if mode is not None and mode.mode == "W8A8" and _is_parted(matrix):
                 _warn_of_parted_blocks(piece.shard.cols)
             matrices.append(matrix)
@@ -325,13 +327,13 @@ def matrix_bytes(
     device: torch.device,
 ) -> int:
     """Bytes of so many rows and columns by a rule, as a device keeps them beside activations of `dtype`."""
-    scheme = None if rule is None else rule.scheme
+    scheme = None if rule is None or rule.scheme is None else scheme_at(config, rule.scheme, columns)
     hardware = hardware_of(device)
     if scheme is None or mode_of(config, scheme, hardware).mode == "dequantized":
         return rows * columns * (2 if config.dense == "half" else dtype.itemsize)
     if hardware.kind == "cpu":
         return PackedRunner.bytes_of(scheme, rows, columns)
-    blank = blank_matrix(scheme_at(config, scheme, columns), rows, columns, dtype, torch.device("meta"))
+    blank = blank_matrix(scheme, rows, columns, dtype, torch.device("meta"))
     return sum(tensor.nbytes for tensor in blank.tensors.values())
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo.kernels import ops
 from octavo.kernels.cpu import half
-from octavo.quantization.embedding_method import UnquantizedEmbeddingMethod
+from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from octavo.quantization.linear_method import GatedActivation, Shard, StoredRows
 
 _STEP = 1 << 20  # numbers that are copied at a time: 2 MiB
@@ -123,6 +123,11 @@ class HalfMethod(UnquantizedEmbeddingMethod):
             return super().look_up(layer, token_ids)
         dtype: torch.dtype = layer.activation_dtype  # type: ignore[assignment]
         return matrix.look_up(token_ids.reshape(-1)).to(dtype).view(*token_ids.shape, -1)
+
+    def look_up_part(self, layer: nn.Module, token_ids: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+        if _half(layer) is None:
+            return super().look_up_part(layer, token_ids, first, rows)
+        return EmbeddingMethod.look_up_part(self, layer, token_ids, first, rows)
 
     def share(self, layer: nn.Module, source: nn.Module) -> None:
         matrix = _half(source)
