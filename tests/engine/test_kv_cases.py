@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.outputs import CompletionOutput
 from tests.engine.closeness import SCORED, logprobs_of
 from tests.real_models import GEMMA3_270M, fetch
 
@@ -92,6 +93,17 @@ def nats(scorer: LLM, prompt: list[int], answer: list[int]) -> float:
     return -float(logprobs_of(output, prompt + answer)[-len(answer) :].mean())
 
 
+def check_same_but_for_ties(first: CompletionOutput, again: list[int]) -> None:
+    """The same tokens, up to one beside which another was as likely: the last rows of a prompt are computed
+    in chunks of other sizes then, whose sums are rounded otherwise, and some codes fall to the next."""
+    pairs = zip(first.token_ids, again, strict=True)
+    parting = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if parting is not None:
+        assert first.logprobs is not None
+        best, second = sorted((x.logprob for x in first.logprobs[parting].values()), reverse=True)[:2]
+        assert best - second < 0.01
+
+
 def test_log_probabilities_of_a_thousand_tokens(plain, coded, kind):
     prompt = plain.get_tokenizer().encode(TEXT)[200:1224]
     assert len(prompt) == 1024
@@ -113,14 +125,14 @@ def test_three_turns_with_a_system_prompt_and_the_prefix_cache(plain, coded, kin
         talk = [{"role": "system", "content": SYSTEM}]
         for number, question in enumerate(QUESTIONS):
             talk.append({"role": "user", "content": question})
-            output = llm.chat(talk, ANSWER, use_tqdm=False)[0]
+            output = llm.chat(talk, ANSWER.clone(logprobs=2), use_tqdm=False)[0]
             prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
             if llm is coded:
                 # All whole blocks of the turn before, and of its answer, but for what templates put between.
                 assert number == 0 or output.num_cached_tokens >= (len(said[-1]) // 16 - 1) * 16 > 0
                 again = llm.generate([prompt], ANSWER, use_tqdm=False)[0]
                 assert again.num_cached_tokens >= len(prompt) // 16 * 16 - 16
-                assert again.outputs[0].token_ids == answer
+                check_same_but_for_ties(output.outputs[0], again.outputs[0].token_ids)
                 said.append(prompt)
             worse.append((1 if llm is coded else -1) * nats(plain, prompt, answer))
             talk.append({"role": "assistant", "content": output.outputs[0].text})
