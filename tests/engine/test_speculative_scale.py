@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from octavo import SamplingParams
-from octavo.kv.groups import page_bytes
 from tests import tiny
 from tests.engine.speculative_methods import METHODS, check_drafted, drafted, longer
 from tests.engine.test_llm_parity import GREEDY
@@ -147,19 +146,16 @@ def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_can(longest: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_under_a_tiny_cache_preempt_no_more_than_no_drafts(method: str):
-    """With as many blocks of the target's: those of the drafts' own come beside them. Over several loads:
-    who is preempted in one of them is chance."""
+    """Drafts' KV lies in what the target's pool has left: little is drafted there, and nobody is preempted
+    for it. Over several loads: who is preempted in one of them is chance."""
     settings: dict[str, Any] = dict(block_size=8, look_ahead_admission=False, enable_prefix_caching=False)
     loads = [[(tiny.PROMPTS[(i + k) % 2] * 2)[i * (k + 1) % 11 :] for i in range(12)] for k in range(4)]
     params, answers, preempted = GREEDY.clone(max_tokens=70), [], []
-    memory = 420 << 10
     for most in (4, 0):
-        with drafted(method, most, **settings, kv_cache_memory_bytes=memory) as llm:
+        with drafted(method, most, **settings, kv_cache_memory_bytes=420 << 10) as llm:
             outputs = [out for asked in loads for out in llm.generate(asked, params, use_tqdm=False)]
             stats = llm.stats()
-            memory = stats.kv_blocks_total * page_bytes(llm.facts.groups)
-            if most:
-                check_drafted(llm)
+            assert (stats.spec_draft_tokens > 0) == (most > 0)
         answers.append([out.outputs[0].token_ids for out in outputs])
         preempted.append(stats.num_preemptions)
     assert answers[0] == answers[1]

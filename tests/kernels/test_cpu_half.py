@@ -152,5 +152,5 @@ def test_products_and_rows_are_recorded() -> None:
     ids.copy_(torch.tensor([7, 0]))
     x.normal_()
     recording.replay()
-    torch.testing.assert_close(product, half_linear(x, weight, None, half.SILU), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product, half_linear(x, weight, None, half.SILU), rtol=1e-5, atol=1e-4)
     assert torch.equal(rows, weight.float()[ids])
