@@ -59,8 +59,11 @@ def test_streams_end_with_an_error_and_what_is_queued_goes_on() -> None:
             assert not thread.is_alive(), "a client hangs"
         for told in lines.values():
             assert told[-1] == "data: [DONE]"
-            if len(told) < 190:  # not finished before the kill
-                assert json.loads(told[-2].removeprefix("data: "))["error"]["code"] == "engine_restarting"
+            end = json.loads(told[-2].removeprefix("data: "))
+            if "error" in end:
+                assert end["error"]["code"] == "engine_restarting"
+            else:  # finished before the kill; a slow client gets several tokens in one piece
+                assert end["choices"][0]["finish_reason"] == "length"
         ready = server.client.get("/ready")
         assert ready.status_code == 503 and ready.headers["retry-after"] == "10"
         assert server.client.get("/health").status_code == 503
