@@ -27,11 +27,6 @@ def _kernels(device_type: str) -> Any:
         return reference_lowbit
 
 
-def _of(x: torch.Tensor, name: str) -> Any:
-    kernels = _kernels(x.device.type)
-    return getattr(kernels, name, None) or getattr(reference_lowbit, name)
-
-
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -41,7 +36,7 @@ def fp8_linear(
     act: Activation | None = None,
 ) -> torch.Tensor:
     """See `reference_lowbit.fp8_linear`."""
-    return _of(x, "fp8_linear")(x, weight, scale, bias, input_scale, act)
+    return _kernels(x.device.type).fp8_linear(x, weight, scale, bias, input_scale, act)
 
 
 def fp8_block_linear(
@@ -52,7 +47,7 @@ def fp8_block_linear(
     act: Activation | None = None,
 ) -> torch.Tensor:
     """See `reference_lowbit.fp8_block_linear`."""
-    return _of(x, "fp8_block_linear")(x, weight, scale, bias, act)
+    return _kernels(x.device.type).fp8_block_linear(x, weight, scale, bias, act)
 
 
 def int8_linear(
@@ -64,7 +59,7 @@ def int8_linear(
     act: Activation | None = None,
 ) -> torch.Tensor:
     """See `reference_lowbit.int8_linear`."""
-    return _of(x, "int8_linear")(x, weight, scale, bias, input_scale, act)
+    return _kernels(x.device.type).int8_linear(x, weight, scale, bias, input_scale, act)
 
 
 def has_w8a8(x: torch.Tensor) -> bool:
@@ -125,7 +120,7 @@ def weight_only_linear(
     act: Activation | None = None,
 ) -> torch.Tensor:
     """See `reference_lowbit.weight_only_linear`."""
-    return _of(x, "weight_only_linear")(x, weight, scale, bias, act)
+    return _kernels(x.device.type).weight_only_linear(x, weight, scale, bias, act)
 
 
 def tiles_linear(

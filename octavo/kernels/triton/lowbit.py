@@ -1,7 +1,4 @@
-"""Products with weights of 8 and 4 bits on a GPU, by the names of `octavo.kernels.lowbit_ops`.
-
-What a GPU has no kernel for runs by its plain twin in `octavo.kernels.reference_lowbit`.
-"""
+"""Products with weights of 8 and 4 bits on a GPU: all of `octavo.kernels.lowbit_ops`, by its names."""
 
 from __future__ import annotations
 
