@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +23,21 @@ from octavo.layers.activation import gated_activation
 from octavo.models.transformers_layers import PagedAttention, Part, PlainLinear, PlainNorm, SharedInput, Step
 from octavo.models.transformers_trace import ROTATE, rotates, with_global
 
+_PARSING = threading.Lock()
+"""CPython 3.11 counts an interpreter's depth of syntax trees once for all threads: two at a time fail."""
+
+
+def _parse(function: Any) -> ast.Module:
+    source = textwrap.dedent(inspect.getsource(function))
+    with _PARSING:
+        return ast.parse(source)
+
 
 @functools.cache
 def syntax(function: Any) -> str | None:
     """A function's syntax tree as text, less annotations, decorators and docstring; None without source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+        tree = _parse(inspect.unwrap(function)).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
     if not isinstance(tree, ast.FunctionDef):
@@ -176,7 +186,7 @@ def _rotates_as_usual(forward: Any) -> bool:
 def _rebinds(forward: Callable[..., Any]) -> bool:
     """Whether every rotated tensor's name is given to the result, and to nothing else's use before."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = _parse(forward)
     except (OSError, TypeError, SyntaxError):
         return False
     names: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -23,6 +24,7 @@ REQUEST_ID = "octavo.request_id"
 
 _MOST_WAITING = 10_000  # lines that wait for a disk that is slow; more are dropped
 _MOST_TEXT = 256  # characters of a path or an id
+_REOPEN = b""  # among the lines: open the file again before what follows
 
 
 class AccessLog:
@@ -38,7 +40,6 @@ class AccessLog:
         self._path = path
         self._lines: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
         self._fd = self._open()
-        self._reopen = False
         self._torn = False  # the last line was written in part
         self._lost = 0
         self._thread = threading.Thread(target=self._run, name="octavo-access-log", daemon=True)
@@ -52,8 +53,14 @@ class AccessLog:
             self._lose(1)
 
     def reopen(self) -> None:
-        """Open the file by its name again, after it was moved away."""
-        self._reopen = True
+        """Open the file by its name again, after it was moved away; lines from before go to the old one."""
+        while True:
+            try:
+                return self._lines.put_nowait(_REOPEN)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._lines.get_nowait()
+                    self._lose(1)
 
     def close(self) -> None:
         """Write what waits, for some seconds at most."""
@@ -73,9 +80,9 @@ class AccessLog:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            if self._reopen:
-                self._reopen = False
+            if line == _REOPEN:
                 self._open_again()
+                continue
             try:
                 self._put(line)
             except OSError as error:

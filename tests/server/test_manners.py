@@ -141,13 +141,29 @@ def test_a_disk_that_has_room_again(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_log_is_opened_again_after_it_was_moved(tmp_path: Path) -> None:
     log = AccessLog(str(tmp_path / "log"))
     log.write({"number": 1})
-    lines_of(tmp_path / "log", 1)
     (tmp_path / "log").rename(tmp_path / "old")
     log.reopen()
     log.write({"number": 2})
     log.close()
     assert (tmp_path / "old").read_text() == '{"number":1}\n'
     assert (tmp_path / "log").read_text() == '{"number":2}\n'
+
+
+def test_the_log_is_opened_again_though_lines_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(access_log, "_MOST_WAITING", 3)
+    gate = threading.Event()
+    write = os.write
+    monkeypatch.setattr(access_log.os, "write", lambda fd, data: gate.wait(10) and write(fd, data))
+    log = AccessLog(str(tmp_path / "log"))
+    for number in range(10):
+        log.write({"number": number})
+    (tmp_path / "log").rename(tmp_path / "old")
+    log.reopen()
+    gate.set()
+    lines_of(tmp_path / "old", 2)
+    log.write({"number": 10})
+    log.close()
+    assert (tmp_path / "log").read_text() == '{"number":10}\n'
 
 
 def test_a_disk_that_stands_still_holds_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,6 +197,7 @@ def test_hangup_reads_keys_again_and_a_bad_log_is_told_at_start(tmp_path: Path) 
                 return client.get("models", headers={"authorization": f"Bearer {key}"}).status_code
 
             assert [status("one"), status("two")] == [200, 401]
+            assert [entry["status"] for entry in lines_of(log, 2)] == [200, 401]
             keys.write_text("two\n")
             log.rename(tmp_path / "old")
             child.send_signal(signal.SIGHUP)
