@@ -18,7 +18,7 @@ from octavo.models.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.gguf_quants import PLAIN, dequantize
 from octavo.models.mapped_file import MappedFile
 from octavo.models.targets import Targets, check_tensors
-from octavo.quantization.gguf_blocks import quantized_matrix
+from octavo.quantization.gguf_blocks import ENCODINGS, is_finite, quantized_matrix
 from octavo.quantization.quantized_tensor import QuantizedTensor
 from octavo.quantization.shard import Region
 
@@ -110,6 +110,12 @@ def gguf_weights(
                 kept = quantized_matrix(tensor.type_name, raw, *shape)
                 if kept is not None:
                     return QuantizedTensor.of(kept)
+            encoding = ENCODINGS.get(tensor.type_name)
+            if encoding is not None and not is_finite(encoding, raw):
+                raise ModelError(
+                    f"{file.path}: tensor {tensor.name!r} has a scale that is not finite: the file is corrupt, "
+                    "fetch it again"
+                )
             offset = family.norm_offset if name.endswith("norm.weight") else 0.0
             try:
                 if offset:

@@ -127,26 +127,34 @@ class Encoding:
         format: what `take_apart` gives: the group, zero and minima of q.
         take_apart: from blocks uint8 `[n, nbytes]` fills q `[n, elements]` (contiguous, of any dtype that
             holds the numbers); returns scales and minima.
+        halves: where in a block there are float16s.
     """
 
     elements: int
     nbytes: int
     format: QuantFormat
     take_apart: Callable[[torch.Tensor, torch.Tensor], Scales]
+    halves: tuple[int, ...]
 
 
 ENCODINGS = {
-    "Q4_0": Encoding(32, 18, QuantFormat(4, 32, False, 8), _q4_0),
-    "Q4_1": Encoding(32, 20, QuantFormat(4, 32, True, 0), _q4_1),
-    "Q5_0": Encoding(32, 22, QuantFormat(5, 32, False, 16), _q5_0),
-    "Q5_1": Encoding(32, 24, QuantFormat(5, 32, True, 0), _q5_1),
-    "Q8_0": Encoding(32, 34, INT8, _q8_0),
-    "Q2_K": Encoding(256, 84, QuantFormat(4, 16, True, 0), _q2_k),
-    "Q3_K": Encoding(256, 110, QuantFormat(4, 16, False, 4), _q3_k),
-    "Q4_K": Encoding(256, 144, QuantFormat(4, 32, True, 0), _q4_k),
-    "Q5_K": Encoding(256, 176, QuantFormat(5, 32, True, 0), _q5_k),
-    "Q6_K": Encoding(256, 210, QuantFormat(6, 16, False, 32), _q6_k),
+    "Q4_0": Encoding(32, 18, QuantFormat(4, 32, False, 8), _q4_0, (0,)),
+    "Q4_1": Encoding(32, 20, QuantFormat(4, 32, True, 0), _q4_1, (0, 2)),
+    "Q5_0": Encoding(32, 22, QuantFormat(5, 32, False, 16), _q5_0, (0,)),
+    "Q5_1": Encoding(32, 24, QuantFormat(5, 32, True, 0), _q5_1, (0, 2)),
+    "Q8_0": Encoding(32, 34, INT8, _q8_0, (0,)),
+    "Q2_K": Encoding(256, 84, QuantFormat(4, 16, True, 0), _q2_k, (80, 82)),
+    "Q3_K": Encoding(256, 110, QuantFormat(4, 16, False, 4), _q3_k, (108,)),
+    "Q4_K": Encoding(256, 144, QuantFormat(4, 32, True, 0), _q4_k, (0, 2)),
+    "Q5_K": Encoding(256, 176, QuantFormat(5, 32, True, 0), _q5_k, (0, 2)),
+    "Q6_K": Encoding(256, 210, QuantFormat(6, 16, False, 32), _q6_k, (208,)),
 }
+
+
+def is_finite(encoding: Encoding, data: torch.Tensor) -> bool:
+    """Whether the numbers of which scales and minima are made are finite: data uint8 `[bytes]`."""
+    blocks = data.view(-1, encoding.nbytes)
+    return all(bool(blocks[:, at : at + 2].view(torch.float16).isfinite().all()) for at in encoding.halves)
 
 
 def decode(encoding: Encoding, blocks: torch.Tensor, out: torch.Tensor) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -43,18 +44,25 @@ class Bits4Layout(Layout):
         state = f"weight.quant_state.bitsandbytes__{self.kind}"
         out = {
             "weight": StoredTensor((ROWS, Axis("columns", 2)), _BYTES, dummy=_bytes_dummy),
-            "weight.quant_map": StoredTensor((16,), _FLOAT32, dummy=_table_dummy),
+            "weight.quant_map": StoredTensor((16,), _FLOAT32, numbers="finite", dummy=_table_dummy),
         }
         if self.nested:
             out |= {
                 "weight.absmax": StoredTensor((ROWS, scales), _BYTES, dummy=_bytes_dummy),
                 "weight.nested_absmax": StoredTensor(
-                    (-(-rows * columns // _BLOCK // _NESTED),), _FLOAT32, dummy=_absmax_dummy
+                    (-(-rows * columns // _BLOCK // _NESTED),),
+                    _FLOAT32,
+                    numbers="magnitudes",
+                    dummy=_absmax_dummy,
                 ),
-                "weight.nested_quant_map": StoredTensor((256,), _FLOAT32, dummy=_table_dummy),
+                "weight.nested_quant_map": StoredTensor(
+                    (256,), _FLOAT32, numbers="finite", dummy=_table_dummy
+                ),
             }
         else:
-            out["weight.absmax"] = StoredTensor((ROWS, scales), _FLOAT32, dummy=_absmax_dummy)
+            out["weight.absmax"] = StoredTensor(
+                (ROWS, scales), _FLOAT32, numbers="magnitudes", dummy=_absmax_dummy
+            )
         optional = not self.nested
         return {**out, state: StoredTensor((0,), _BYTES, optional, dummy=_state_dummy, any_size=True)}
 
@@ -74,8 +82,6 @@ class Bits4Layout(Layout):
         packed, scales = pieces["weight"], pieces["weight.absmax"].float()
         if self.nested:
             scales = self._nested(name, pieces, state, shard, columns)
-        if not bool(torch.isfinite(scales).all()):
-            raise ModelError(f"{name}: a scale is not finite: the checkpoint is corrupt, fetch it again")
         codes = torch.stack((packed >> 4, packed & 15), 2).flatten(1)
         return Nf4Matrix(pack_rows(codes.T), scales.T.contiguous(), pieces["weight.quant_map"].float())
 
@@ -96,17 +102,19 @@ class Bits4Layout(Layout):
     ) -> torch.Tensor:
         """Scales that are themselves codes of a table, times scales of blocks of them, plus an offset."""
         codes, outer = pieces["weight.absmax"], pieces["weight.nested_absmax"].flatten()
-        if state.get("nested_blocksize", _NESTED) != _NESTED or "nested_offset" not in state:
+        offset = state.get("nested_offset")
+        known = isinstance(offset, (int, float)) and math.isfinite(offset)
+        if state.get("nested_blocksize", _NESTED) != _NESTED or not known:
             raise ModelError(
                 f"{name}: quant_state of nested_blocksize {state.get('nested_blocksize')}, nested_offset "
-                f"{state.get('nested_offset')} is not supported: quantize with bitsandbytes' defaults"
+                f"{offset} is not supported: quantize with bitsandbytes' defaults"
             )
         width, group = columns // _BLOCK, shard.cols // codes.shape[1]
         rows = torch.arange(shard.row, shard.row + shard.rows, device=codes.device)
         # Of smaller groups than blocks where a rank's border parts blocks.
         cols = (shard.col + torch.arange(codes.shape[1], device=codes.device) * group) // _BLOCK
         block = (rows[:, None] * width + cols) // _NESTED
-        return pieces["weight.nested_quant_map"][codes.long()] * outer[block] + state["nested_offset"]
+        return pieces["weight.nested_quant_map"][codes.long()] * outer[block] + offset
 
 
 class Int8Layout(Layout):
@@ -115,7 +123,12 @@ class Int8Layout(Layout):
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
             "weight": StoredTensor((ROWS, COLUMNS), frozenset({torch.int8}), dummy=int8_dummy),
-            "SCB": StoredTensor((ROWS,), _FLOAT32, dummy=lambda unit, std: int8_scale_dummy(unit, std) * 127),
+            "SCB": StoredTensor(
+                (ROWS,),
+                _FLOAT32,
+                numbers="magnitudes",
+                dummy=lambda unit, std: int8_scale_dummy(unit, std) * 127,
+            ),
             "weight_format": StoredTensor((), _BYTES, True, other_shapes=((1,),)),
         }
 
@@ -126,10 +139,7 @@ class Int8Layout(Layout):
                 f"{name}: weight_format {int(order)} (tiles of a GPU) is not supported: save the model with "
                 "row order (weight_format 0)"
             )
-        scale = pieces["SCB"].float()
-        if not bool(torch.isfinite(scale).all()):
-            raise ModelError(f"{name}.SCB: a scale is not finite: the checkpoint is corrupt, fetch it again")
-        return Matrix8(pieces["weight"], scale / 127)
+        return Matrix8(pieces["weight"], pieces["SCB"].float() / 127)
 
 
 def _bytes_dummy(unit: torch.Tensor, std: float) -> torch.Tensor:

@@ -44,7 +44,8 @@ class _Scaled(Layout):
     def _scale(self, dummy: object) -> StoredTensor:
         """The tensor of scales."""
         scheme = self.scheme
-        common = {"scale": True, "dummy": dummy}
+        # Integers' may be below 0: AutoRound makes the largest weight of a group the least code.
+        common = {"numbers": "positive" if scheme.kind == "fp8" else "factors", "dummy": dummy}
         if scheme.strategy == "tensor":
             return StoredTensor((1,), other_shapes=((), (1, 1)), **common)  # type: ignore[arg-type]
         if scheme.strategy == "channel":
@@ -63,7 +64,7 @@ class _Scaled(Layout):
             "input_scale": StoredTensor(
                 (1,),
                 optional=not static,
-                scale=static,
+                numbers="positive" if static else "any",
                 dummy=ones_dummy if static else None,
                 other_shapes=((), (1, 1)),
             )
@@ -112,7 +113,7 @@ class Fp8Layout(_Scaled):
         super().__init__(rule.scheme, "weight_scale_inv" if rule.layout == "block" else "weight_scale")
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        weight = StoredTensor((ROWS, COLUMNS), frozenset({FP8}), dummy=fp8_dummy)
+        weight = StoredTensor((ROWS, COLUMNS), frozenset({FP8}), numbers="finite", dummy=fp8_dummy)
         return {"weight": weight, self.scale_name: self._scale(fp8_scale_dummy), **self._activations()}
 
     def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
@@ -132,11 +133,16 @@ class CompressedLayout(_Scaled):
         scale = self._scale(int8_scale_dummy if self.int8 else fp8_scale_dummy)
         asymmetric = not self.scheme.symmetric
         return {
-            "weight": StoredTensor((ROWS, COLUMNS), frozenset({dtype}), dummy=dummy),
+            "weight": StoredTensor((ROWS, COLUMNS), frozenset({dtype}), numbers="finite", dummy=dummy),
             "weight_scale": scale,
             # Zeros, where the scheme is symmetric; older files store them.
             "weight_zero_point": StoredTensor(
-                scale.axes, _ANY, not asymmetric, dummy=_no_zeros, other_shapes=scale.other_shapes
+                scale.axes,
+                _ANY,
+                not asymmetric,
+                numbers="finite" if asymmetric else "any",
+                dummy=_no_zeros,
+                other_shapes=scale.other_shapes,
             ),
             "input_zero_point": StoredTensor((1,), _ANY, True, other_shapes=((), (1, 1))),
             **self._activations(),

@@ -49,7 +49,7 @@ class GPTQLayout(Layout):
         return {
             "qweight": StoredTensor((Axis("columns", self.per_word), ROWS), _WORDS, dummy=codes_dummy),
             "qzeros": StoredTensor((groups, Axis("rows", self.per_word)), _WORDS, dummy=self._zeros_dummy),
-            "scales": StoredTensor((groups, ROWS), scale=True, dummy=self._scale_dummy),
+            "scales": StoredTensor((groups, ROWS), numbers="factors", dummy=self._scale_dummy),
             "g_idx": StoredTensor(
                 (COLUMNS,), INTEGERS, not self.scheme.act_order, dummy=order_dummy(self.scheme.group_size)
             ),
@@ -96,7 +96,7 @@ class AWQLayout(Layout):
         return {
             "qweight": StoredTensor((COLUMNS, Axis("rows", 8)), _WORDS, dummy=codes_dummy),
             "qzeros": StoredTensor((groups, Axis("rows", 8)), _WORDS, dummy=codes_dummy),
-            "scales": StoredTensor((groups, ROWS), scale=True, dummy=int4_scale_dummy),
+            "scales": StoredTensor((groups, ROWS), numbers="factors", dummy=int4_scale_dummy),
         }
 
     def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:

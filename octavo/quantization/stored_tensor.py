@@ -10,10 +10,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from octavo.errors import ConfigError, ModelError
+from octavo.kernels.reference_lowbit import FP8
 from octavo.quantization.shard import Region, Shard
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int32, torch.int64})
+Numbers = Literal["any", "finite", "magnitudes", "factors", "positive"]
+"""What a tensor may hold: anything, or neither NaN nor infinity, and of the rest: nothing below 0
+("magnitudes"), no 0 ("factors"), neither ("positive")."""
 Dummy = Callable[[torch.Tensor, float], torch.Tensor]
 """Makes a random tensor of a random one of float32 (uniform, of mean 0 and standard deviation 1) and the
 standard deviation that the weights shall have."""
@@ -52,7 +56,8 @@ class StoredTensor:
         axes: its dimensions; a plain number is one that all ranks take whole.
         dtypes: the types that it may be stored in.
         optional: whether it may be missing.
-        scale: whether its numbers are factors, of which none may be 0 or NaN.
+        numbers: what it may hold. "any" is for what is not used, for codes of which all are numbers, and for
+            weights that are not quantized.
         dummy: see `Dummy`; None: it is left out of random weights.
         other_shapes: shapes of fewer or more dimensions in which the same numbers may come.
         any_size: whether it may have any shape; it is then passed on as it is.
@@ -61,7 +66,7 @@ class StoredTensor:
     axes: tuple[Axis | int, ...]
     dtypes: frozenset[torch.dtype] = FLOATS
     optional: bool = False
-    scale: bool = False
+    numbers: Numbers = "any"
     dummy: Dummy | None = None
     other_shapes: tuple[tuple[int, ...], ...] = ()
     any_size: bool = False
@@ -147,17 +152,31 @@ class StoredTensor:
         )
 
     def check_numbers(self, name: str, tensor: torch.Tensor) -> None:
-        """See that scales are such.
+        """See that the tensor holds `numbers`, on the device where it is.
 
         Raises:
-            ModelError: one is 0, NaN or infinite.
+            ModelError: it does not.
         """
-        if not self.scale:
+        if self.numbers == "any" or not tensor.numel():
             return
-        wide = tensor.float()
-        bad = ~torch.isfinite(wide) | (wide == 0)
-        if bool(bad.any()):
+        if tensor.dtype is FP8:
+            # NaN, which is all that E4M3FN has beside numbers, is the largest int8 (0x7F) and, with the sign,
+            # the largest uint8 (0xFF): two maxima need no second tensor of this size.
+            positive, negative = tensor.view(torch.int8).amax(), tensor.view(torch.uint8).amax()
+            bad = torch.nan if bool((positive == 0x7F) | (negative == 0xFF)) else None
+        else:
+            bad = self._bad_number(tensor.float())
+        if bad is not None:
+            what = "number" if self.numbers == "finite" else "scale"
             raise ModelError(
-                f"{name} holds {float(wide[bad][0]):g}, which is no scale: the checkpoint is corrupt, fetch "
-                "it again or quantize the model anew"
+                f"{name} holds {bad:g}, which is no {what}: the checkpoint is corrupt, fetch it again or "
+                "quantize the model anew"
             )
+
+    def _bad_number(self, wide: torch.Tensor) -> float | None:
+        bad = ~torch.isfinite(wide)
+        if self.numbers in ("factors", "positive"):
+            bad |= wide == 0
+        if self.numbers in ("magnitudes", "positive"):
+            bad |= wide < 0
+        return float(wide[bad][0]) if bool(bad.any()) else None

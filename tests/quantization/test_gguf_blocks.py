@@ -8,20 +8,17 @@ import pytest
 import torch
 
 from octavo.kernels.reference_quant import QuantizedMatrix, dequantize
-from octavo.quantization.gguf_blocks import ENCODINGS, quantized_matrix
+from octavo.quantization.gguf_blocks import ENCODINGS, is_finite, quantized_matrix
 from octavo.quantization.quantized_tensor import QuantizedTensor, joined
 from tests.kernels.quant_cases import FORMATS, matrix
 
-# Where the scales (float16) of a block lie, so that random bytes can be given sane ones.
-_HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82]}
-_HALVES |= {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
-
 
 def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
+    """Random bytes with sane scales, uint8 `[rows, bytes]`."""
     encoding = ENCODINGS[name]
     random = np.random.default_rng(len(name))
     raw = random.integers(0, 256, (rows * columns // encoding.elements, encoding.nbytes), dtype=np.uint8)
-    for at in _HALVES[name]:
+    for at in encoding.halves:
         halves = random.standard_normal(len(raw)).astype(np.float16)
         raw[:, at : at + 2] = halves[:, None].view(np.uint8)
     return raw.reshape(rows, -1)
@@ -44,6 +41,20 @@ def test_a_quantized_matrix_is_the_decoded_one(name: str, monkeypatch: pytest.Mo
         assert bool((error <= 2.0**-10 * size).all())
     else:
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_every_float_of_a_block_is_looked_at(name: str) -> None:
+    encoding = ENCODINGS[name]
+    raw = torch.from_numpy(random_blocks(name, 3, 256).reshape(-1))
+    assert is_finite(encoding, raw)
+    values = gguf.quants.dequantize(raw.numpy().reshape(3, -1), gguf.GGMLQuantizationType[name])
+    assert np.isfinite(values).all()
+    for at in encoding.halves:
+        for value in (float("nan"), float("-inf")):
+            broken = raw.view(-1, encoding.nbytes).clone()
+            broken[-1, at : at + 2] = torch.tensor([value]).half().view(torch.uint8)
+            assert not is_finite(encoding, broken.view(-1))
 
 
 def test_scales_beyond_float16_are_not_kept() -> None:

@@ -20,6 +20,7 @@ from octavo.kernels.reference_quant import BLOCK, PlainMatrix, QuantizedMatrix, 
 from octavo.layers.embedding import LMHead, VocabEmbedding
 from octavo.layers.layer import BuildContext, Layer
 from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from octavo.models.gguf_file import GGUFFile
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, find_model
@@ -240,6 +241,17 @@ def load(path: Path, quantization: str | None, dtype: torch.dtype = torch.float3
     weights = iterate_weights(source, config, load_targets(model), "auto", dtype, "cpu", progress=False)
     load_weights(model, weights)
     return model
+
+
+@pytest.mark.parametrize("quantization", [None, "gguf", "half"])
+def test_a_scale_that_is_no_number_is_refused(quantization: str | None, tmp_path: Path) -> None:
+    path = tiny.gguf_file("llama", tmp_path / "m.gguf", "Q8_0")
+    tensor = GGUFFile(path).tensors["blk.1.ffn_down.weight"]
+    with path.open("r+b") as file:
+        file.seek(tensor.offset + 34 * 5)
+        file.write(torch.tensor([float("nan")]).half().numpy().tobytes())
+    with pytest.raises(ModelError, match="'blk.1.ffn_down.weight' has a scale that is not finite: .* fetch"):
+        load(path, quantization)
 
 
 # Where a model has experts, small differences choose others.
