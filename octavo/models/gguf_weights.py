@@ -113,8 +113,8 @@ def gguf_weights(
             encoding = ENCODINGS.get(tensor.type_name)
             if encoding is not None and not is_finite(encoding, raw):
                 raise ModelError(
-                    f"{file.path}: tensor {tensor.name!r} has a scale that is not finite: the file is corrupt, "
-                    "fetch it again"
+                    f"{file.path}: tensor {tensor.name!r} has a scale that is not finite: the file is "
+                    "corrupt, fetch it again"
                 )
             offset = family.norm_offset if name.endswith("norm.weight") else 0.0
             try:

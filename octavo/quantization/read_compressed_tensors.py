@@ -10,6 +10,21 @@ from octavo.quantization.scheme import ActivationScheme, QuantizationConfig, Rul
 
 LAYOUTS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 _BLOCK = [128, 128]
+_ORDERS: dict[object, bool] = {None: False, False: False, "weight": False, "static": False}
+_ORDERS |= {True: True, "group": True, "dynamic": True}
+"""Whether groups are of columns that lie apart, by `actorder`."""
+
+
+def names_of(given: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """A list of names in an entry; nothing is none.
+
+    Raises:
+        ModelError: it is no list of words.
+    """
+    names = given.get(key) or ()
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{where}: {key}={names!r} is no list of names: fetch the file again")
+    return tuple(names)
 
 
 def read_compressed_tensors(given: Mapping[str, Any], where: str) -> QuantizationConfig:
@@ -38,14 +53,16 @@ def read_compressed_tensors(given: Mapping[str, Any], where: str) -> Quantizatio
     return QuantizationConfig(
         "compressed-tensors",
         rules,
-        tuple(str(name) for name in given.get("ignore") or ()),
+        names_of(given, "ignore", where),
         kv_cache=_kv_cache(given.get("kv_cache_scheme"), where),
         source=where,
     )
 
 
 def _rule(name: str, group: Mapping[str, Any], whole: str, where: str) -> Rule:
-    targets = tuple(str(target) for target in group["targets"])
+    targets = names_of(group, "targets", where)
+    if not targets:
+        raise ModelError(f"{where}: {name} of config_groups has no targets: fetch the file again")
     weights = group.get("weights")
     if weights is None:
         return Rule(targets, None)
@@ -63,6 +80,11 @@ def _rule(name: str, group: Mapping[str, Any], whole: str, where: str) -> Rule:
         raise ModelError(
             f"{where}: format {layout!r} with weights of {scheme.kind} ({name}) is not supported: use a "
             "checkpoint with 4 bits in 'pack-quantized', FP8 in 'float-quantized'"
+        )
+    if layout == "pack-quantized" and scheme.activations is not None:
+        raise ModelError(
+            f"{where}: format {layout!r} with quantized activations ({name}) is not supported: use a "
+            "checkpoint in 'int-quantized'"
         )
     return Rule(targets, scheme, layout)
 
@@ -95,22 +117,45 @@ def _weights(
         raise ModelError(
             f"{where}: group_size={group!r} ({name}) is no multiple of 8: use groups of 32, 64 or 128"
         )
-    computed = _activations(name, activations, where)
-    if computed is not None and (kinds[bits, kind] == "int4" or strategy == "group"):
+    symmetric = bool(given.get("symmetric", True))
+    if kind == "float" and not symmetric or kind != "float" and strategy == "block":
+        how = "by block" if symmetric else "with zero points"
         raise ModelError(
-            f"{where}: quantized activations with weights of int {bits} by {strategy} ({name}) are not "
-            "supported: use a checkpoint of W4A16 or W8A8"
+            f"{where}: weights of {kind} {bits} {how} ({name}) are not supported: use FP8 for blocks, and "
+            "integers for zero points"
         )
+    computed = _activations(name, activations, where)
+    if computed is not None:
+        _check_product(name, computed, bits, kind, strategy, where)
     order = given.get("actorder")
+    if not isinstance(order, (str, bool, type(None))) or order not in _ORDERS:
+        raise ModelError(
+            f"{where}: actorder={order!r} ({name}) is not supported: use a checkpoint with group or static"
+        )
     return WeightScheme(
         kinds[bits, kind],  # type: ignore[arg-type]
         strategy,  # type: ignore[arg-type]
         group if strategy == "group" else None,
         block=(128, 128) if strategy == "block" else None,
-        symmetric=bool(given.get("symmetric", True)),
+        symmetric=symmetric,
         activations=computed,
-        act_order=order is True or order in ("group", "dynamic"),
+        act_order=_ORDERS[order],
     )
+
+
+def _check_product(
+    name: str, activations: ActivationScheme, bits: int, kind: str, strategy: str, where: str
+) -> None:
+    """Raises ModelError: activations that are not multiplied with weights of that kind."""
+    same = activations.kind == ("fp8" if kind == "float" else "int8")
+    # Blocks of weights go with groups of activations, and nothing else does with either.
+    blocks = (strategy == "block") == (activations.strategy == "group")
+    if bits != 8 or strategy == "group" or not same or not blocks:
+        raise ModelError(
+            f"{where}: activations of {activations.kind} by {activations.strategy} with weights of {kind} "
+            f"{bits} by {strategy} ({name}) are not supported: use a checkpoint of W4A16, W8A8, FP8_DYNAMIC, "
+            "FP8 or FP8_BLOCK"
+        )
 
 
 def _activations(name: str, given: Mapping[str, Any] | None, where: str) -> ActivationScheme | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.errors import ModelError
-from octavo.quantization.read_compressed_tensors import read_compressed_tensors
+from octavo.quantization.read_compressed_tensors import names_of, read_compressed_tensors
 from octavo.quantization.scheme import (
     LINEAR,
     ActivationScheme,
@@ -74,7 +74,7 @@ def read_quantization_entry(given: dict[str, Any], where: str) -> QuantizationCo
         for rule in config.rules:
             _check_patterns(rule.targets, where)
         _check_patterns(config.ignore, where)
-    except (TypeError, ValueError, AttributeError) as error:  # a value of the wrong kind
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of the wrong kind
         raise ModelError(f"{where}: malformed quantization_config ({error}): fetch the file again") from None
     return config
 
@@ -183,15 +183,15 @@ def _awq(given: Mapping[str, Any], where: str) -> QuantizationConfig:
     if not given.get("zero_point", True):
         raise ModelError(f"{where}: AWQ with zero_point=false is not supported: use a checkpoint with it")
     scheme = _affine(bits, group, False, False, where)
-    return QuantizationConfig("awq", (Rule((LINEAR,), scheme, "gemm"),), _unconverted(given), source=where)
+    rule = Rule((LINEAR,), scheme, "gemm")
+    return QuantizationConfig("awq", (rule,), _unconverted(given, where), source=where)
 
 
-def _unconverted(given: Mapping[str, Any]) -> tuple[str, ...]:
+def _unconverted(given: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Layers that a list leaves out: those whose names contain an entry, as Transformers takes it."""
-    named: list[str] = []
-    for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules"):
-        named += given.get(key) or []
-    return (*_UNNAMED, *(rf"re:.*(^|\.){re.escape(str(name))}(\.|$)" for name in named))
+    keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+    named = [name for key in keys for name in names_of(given, key, where)]
+    return (*_UNNAMED, *(rf"re:.*(^|\.){re.escape(name)}(\.|$)" for name in named))
 
 
 def _fp8(given: Mapping[str, Any], where: str) -> QuantizationConfig:
@@ -209,6 +209,11 @@ def _fp8(given: Mapping[str, Any], where: str) -> QuantizationConfig:
             raise ModelError(
                 f"{where}: weight_block_size={block!r} is not supported: use a checkpoint with [128, 128]"
             )
+        if how == "static":
+            raise ModelError(
+                f"{where}: activation_scheme='static' with blocks is not supported: use a checkpoint with "
+                "dynamic"
+            )
         scheme = WeightScheme(
             "fp8", "block", block=(128, 128), activations=ActivationScheme("fp8", True, "group", 128)
         )
@@ -218,7 +223,8 @@ def _fp8(given: Mapping[str, Any], where: str) -> QuantizationConfig:
             ActivationScheme("fp8") if how == "dynamic" else ActivationScheme("fp8", False, "tensor")
         )
         scheme, layout = WeightScheme("fp8", "tensor", activations=activations), "tensor"
-    return QuantizationConfig("fp8", (Rule((LINEAR,), scheme, layout),), _unconverted(given), source=where)
+    rule = Rule((LINEAR,), scheme, layout)
+    return QuantizationConfig("fp8", (rule,), _unconverted(given, where), source=where)
 
 
 def _bitsandbytes(given: Mapping[str, Any], where: str) -> QuantizationConfig:
@@ -239,7 +245,7 @@ def _bitsandbytes(given: Mapping[str, Any], where: str) -> QuantizationConfig:
         raise ModelError(
             f"{where}: bitsandbytes with neither load_in_4bit nor load_in_8bit: fetch the file again"
         )
-    return QuantizationConfig("bitsandbytes", (rule,), _unconverted(given), source=where)
+    return QuantizationConfig("bitsandbytes", (rule,), _unconverted(given, where), source=where)
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any], str], QuantizationConfig]] = {

@@ -150,6 +150,24 @@ def with_weights(**changes: Any) -> dict[str, Any]:
     return {**COMPRESSED, "config_groups": {"g": {**group, "weights": {**group["weights"], **changes}}}}
 
 
+def of_8_bits(
+    kind: str, by: str, activations: str | None = None, symmetric: bool = True, **more: Any
+) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": kind, "strategy": by, "symmetric": symmetric, "group_size": 32}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {**weights, "block_structure": [128, 128]}}
+    if activations is not None:
+        rows = {"num_bits": 8, "type": activations, "dynamic": True, "strategy": "token"}
+        group["input_activations"] = {**rows, **more}
+    return {**COMPRESSED, "format": f"{kind}-quantized", "config_groups": {"g": group}}
+
+
+def test_8_bits_that_are_multiplied() -> None:
+    assert read(of_8_bits("int", "channel", "int")).schemes[0].name == "W8A8"
+    assert read(of_8_bits("float", "tensor", "float")).schemes[0].name == "FP8_DYNAMIC"
+    groups = {"strategy": "group", "group_size": 128}
+    assert read(of_8_bits("float", "block", "float", **groups)).schemes[0].name == "FP8_BLOCK"
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -180,6 +198,23 @@ def with_weights(**changes: Any) -> dict[str, Any]:
         (with_weights(group_size=12), "group_size=12 .* no multiple of 8"),
         (with_weights(strategy="block", block_structure=[64, 64]), "block_structure"),
         (with_weights(num_bits=8, type="float"), "weights of fp8 .* not supported"),
+        (with_weights(actorder="groups"), "actorder='groups' .* not supported: use"),
+        (with_weights(actorder=2), "actorder=2 .* not supported"),
+        (with_weights(strategy="block", block_structure=[128, 128]), "weights of int 4 by block .* use FP8"),
+        (of_8_bits("int", "block"), "weights of int 8 by block"),
+        (of_8_bits("float", "channel", symmetric=False), "weights of float 8 with zero points"),
+        (of_8_bits("int", "channel", "float"), "of fp8 by token with weights of int 8 by channel"),
+        (of_8_bits("float", "channel", "int"), "of int8 by token with weights of float 8"),
+        (of_8_bits("float", "channel", "float", strategy="group", group_size=128), "of fp8 by group with"),
+        (of_8_bits("float", "block", "float"), "of fp8 by token with weights of float 8 by block"),
+        (of_8_bits("int", "group", "int"), "activations of int8 by token with weights of int 8 by group"),
+        ({**of_8_bits("int", "channel", "int"), "format": "pack-quantized"}, "quantized activations .g."),
+        ({**COMPRESSED, "config_groups": {"g": {"weights": {}}}}, "g of config_groups has no targets: fetch"),
+        ({**COMPRESSED, "config_groups": {"g": {"targets": "Linear"}}}, "targets='Linear' is no list"),
+        ({**COMPRESSED, "ignore": "lm_head"}, "ignore='lm_head' is no list of names: fetch"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "='lm_head' is no list"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+         "activation_scheme='static' with blocks is not supported: use .* dynamic"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported(entry: dict[str, Any], message: str) -> None:
