@@ -22,6 +22,7 @@ def model_card(source: ModelSource, work: Work, recipe: str) -> str:
     lines = [
         "---",
         f"base_model: {base}",
+        "base_model_relation: quantized",
         "tags:",
         "- compressed-tensors",
         "- octavo",

@@ -87,10 +87,15 @@ class QuantizationModifier:
                 raise ConfigError(
                     "a recipe has scheme (and group_size) or config_groups, not both: take one out"
                 )
+            if not isinstance(self.config_groups, Mapping) or not self.config_groups:
+                raise ConfigError(
+                    f"config_groups={self.config_groups!r} is no mapping of groups: give each a name, and "
+                    "targets and weights below it"
+                )
             return
         if self.scheme is None:
             raise ConfigError(f"QuantizationModifier has no scheme: choose {', '.join(SCHEMES)}")
-        if self.scheme not in SCHEMES:
+        if not isinstance(self.scheme, str) or self.scheme not in SCHEMES:
             raise ConfigError(f"scheme={self.scheme!r} is not known: {hint(self.scheme, SCHEMES)}")
         if self.group_size is not None:
             if SCHEMES[self.scheme]["weights"]["strategy"] != "group":
@@ -213,15 +218,22 @@ def _group(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(
                     f"config_groups: {part} of {name} have no {word!r}: {hint(word, _ARGUMENTS)}"
                 )
+    if group.get("output_activations"):
+        raise ConfigError(f"config_groups: output_activations of {name} are not supported: leave them out")
     weights = {**_weights(8, "int", "channel"), **group["weights"]}
     activations = group.get("input_activations")
     if weights.get("type") == "float":
         made = "float-quantized"
     else:
         made = "pack-quantized" if activations is None else "int-quantized"
+    if group.get("format") not in (None, made):
+        raise ConfigError(
+            f"config_groups: format={group['format']!r} of {name}, whose weights are written as {made!r}: "
+            "leave format out"
+        )
     return {
         "targets": list(_words("targets", group["targets"])),
         "weights": weights,
         "input_activations": None if activations is None else dict(activations),
-        "format": str(group.get("format") or made),
+        "format": made,
     }

@@ -60,7 +60,8 @@ def oneshot(
         The folder.
 
     Raises:
-        ConfigError: a recipe that is wrong or does not fit the model; an output folder that is in use.
+        ConfigError: a recipe that is wrong or does not fit the model; an output folder that is in use, full
+            or cannot be written.
         ModelError: a model that cannot be read, or that is quantized already.
     """
     modifier = read_recipe(recipe)
@@ -74,13 +75,32 @@ def oneshot(
     work = plan_work(source, config)
     entry = {**modifier.entry, "ignore": work.ignore}
     state = Progress(folder, work.headers, entry)
-    _write_weights(work, state, progress)
-    _write_rest(source, work, entry, folder)
-    text = recipe_text(modifier)
-    (folder / "recipe.yaml").write_text(text, "utf-8")
-    (folder / "README.md").write_text(model_card(source, work, text), "utf-8")
-    state.end()
+    _check_space(work, state)
+    try:
+        _write_weights(work, state, progress)
+        _write_rest(source, work, entry, folder)
+        text = recipe_text(modifier)
+        (folder / "recipe.yaml").write_text(text, "utf-8")
+        (folder / "README.md").write_text(model_card(source, work, text), "utf-8")
+        state.end()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={str(folder)!r} cannot be written ({error.strerror or error}): mend that and start "
+            "again, which goes on with what is finished"
+        ) from None
     return folder
+
+
+def _check_space(work: Work, state: Progress) -> None:
+    """Raises ConfigError: the disk has no room for what is still to be written."""
+    sizes = {path.name: sum(e.nbytes for e in names.values()) for path, names in work.written.items()}
+    needed = sum(size for name, size in sizes.items() if name not in state.finished)
+    free = shutil.disk_usage(state.folder).free
+    if needed > free:
+        raise ConfigError(
+            f"output_dir={str(state.folder)!r}: {needed / 1e6:.1f} MB are to be written, and "
+            f"{free / 1e6:.1f} MB are free: make room, or name another folder"
+        )
 
 
 def _write_weights(work: Work, state: Progress, progress: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +184,24 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         for t in read_header(folder / file).tensors.values()
     )
     load(folder)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(free=1_000)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: free)
+    with pytest.raises(ConfigError, match=r"out': 0.1 MB are to be written, and 0.0 MB are free: make"):
+        make(tmp_path / "out", "W8A8")
+    free.free = 1 << 30
+
+    def fails(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.SafetensorsWriter, "add", fails)
+        with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\): mend that"):
+            make(tmp_path / "out", "W8A8")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [FILE]
+    load(make(tmp_path / "out", "W8A8"))
 
 
 def test_a_damaged_source_leaves_no_file(tmp_path: Path) -> None:

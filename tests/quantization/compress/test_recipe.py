@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 from octavo.quantization.compress.modifiers import SCHEMES
 from octavo.quantization.compress.recipe import read_recipe, recipe_text
 
+EIGHT = {"targets": ["Linear"], "weights": {"num_bits": 8}}
 STAGES = """
 quant_stage:
   quant_modifiers:
@@ -97,6 +98,16 @@ def test_a_wrong_recipe_is_told_the_nearest_word(recipe: str, told: str) -> None
         (dict(scheme="W8A8", group_size=64), "group_size=64: W8A8 has no groups"),
         (dict(scheme="W4A16", group_size=12), "group_size=12 is no multiple of 8"),
         (dict(scheme="W4A16", config_groups={}), "not both"),
+        (dict(scheme=["W4A16"]), r"scheme=\['W4A16'\] is not known: "),
+        (dict(scheme={"W4A16": ["Linear"]}), "is not known: "),
+        (dict(config_groups={}), r"config_groups=\{\} is no mapping of groups: give"),
+        (dict(config_groups=["a"]), "is no mapping of groups"),
+        (dict(config_groups={"a": 3}), "a=3 is no mapping: give targets"),
+        (
+            dict(config_groups={"a": {**EIGHT, "output_activations": {"num_bits": 8}}}),
+            "output_activations of a are not supported: leave",
+        ),
+        (dict(config_groups={"a": {**EIGHT, "format": "float-quantized"}}), "written as 'pack-quantized'"),
         (
             dict(config_groups={"a": {"targets": ["Linear"], "weights": {"num_bit": 4}}}),
             "did you mean num_bits?",
