@@ -13,16 +13,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from compile_only import compile_only
-from tune_linear import MODELS, SHARED_BYTES
+from gpu_timing import (
+    SHARED_BYTES,
+    Clock,
+    add_processes,
+    compile_variant,
+    compilers,
+    device,
+    fastest,
+    problems,
+)
+from tune_linear import MODELS, Found
 
 from octavo.kernels import ops, reference_lowbit
 from octavo.kernels.triton import norm
@@ -78,11 +85,6 @@ class Job(NamedTuple):
     kind: Kind8
     rows: int
     shape: Shape
-    choice: Choice
-
-
-class Found(NamedTuple):
-    seconds: float
     choice: Choice
 
 
@@ -206,67 +208,17 @@ class Product:
         return float((self.run(choice).float() - want.float()).norm() / want.float().norm())
 
 
-class Clock:
-    """Times work in graphs that share their memory."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
-        self._anchor = self._record(lambda: torch.zeros(1, device=DEVICE))
-
-    def _record(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph
-
-    def seconds(self, call: Callable[[int], Any], places: int, replays: int = 3) -> float:
-        """Of one call (which is told its place), the least of some replays of as many as make 20."""
-        count = places * ceil_div(20, places)
-
-        def work() -> None:
-            for i in range(count):
-                call(i % places)
-
-        with torch.cuda.stream(self.stream):
-            call(0)
-        self.stream.synchronize()
-        graph = self._record(work)
-        times = []
-        with torch.cuda.stream(self.stream):
-            graph.replay()
-            for _ in range(replays):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3 / count)
-        return min(times)
-
-
 # ---- compilation ----
 
 
-@functools.cache
-def _become_compiler(capability: int) -> None:
-    torch.set_num_threads(1)
-    compile_only(capability)
-
-
 def compile_job(job: Job) -> str | None:
-    """Compiles one variant into Triton's cache; returns what went wrong."""
-    _become_compiler(job.capability)
+    """Compiles one variant; returns what went wrong."""
     memory = torch.empty(job.shape.size_in * job.shape.size_out, dtype=torch.int8)  # is not touched
-    try:
+
+    def launch() -> None:
         Product(job.kind, job.shape, job.rows, memory).run(job.choice)
-    except Exception as error:
-        return f"{job.choice}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
+
+    return compile_variant(job.capability, job.choice, launch)
 
 
 def jobs_for(kind: Kind8, chosen: dict[tuple[Shape, int], list[Choice]], capability: int) -> list[Job]:
@@ -299,26 +251,20 @@ class Bench:
         self.table: Table = {}
         self.steps: dict[tuple[Shape, int], float] = {}
 
+    def seconds(self, call: Callable[[int], Any], places: int, replays: int = 3) -> float:
+        """Of one call, by a graph of as many of each place as make 20."""
+        return self.clock.seconds(call, places, places * ceil_div(20, places), replays)
+
     def best(self, shape: Shape, rows: int, choices: list[Choice]) -> None:
         """Times a cell's choices, keeps the fastest that is right, and prints it."""
         product = Product(self.kind, shape, rows, self.memory)
         places = len(product.matrices)
-        found = []
-        for choice in choices:
-            try:
-                found.append(
-                    Found(self.clock.seconds(functools.partial(product.run, choice), places), choice)
-                )
-            except Exception as error:
-                if "CUDA error" in str(error):  # after which nothing works any more
-                    raise
-                if "out of resource" not in str(error):
-                    print(f"    {rows} x {shape}: {choice}: {type(error).__name__}: {error}", flush=True)
-        found.sort(key=lambda f: f.seconds)
-        again = [
-            Found(self.clock.seconds(functools.partial(product.run, f.choice), places, 9), f.choice)
-            for f in found[:3]
-        ]
+
+        def seconds(choice: Choice, replays: int = 3) -> float:
+            return self.seconds(functools.partial(product.run, choice), places, replays)
+
+        found = [Found(*one) for one in fastest(choices, seconds, f"{rows} x {shape}: ")]
+        again = [Found(seconds(f.choice, 9), f.choice) for f in found[:3]]
         again.sort(key=lambda f: f.seconds)
         wrong = 0.0
         while again and (wrong := product.wrong(again[0].choice)) > 1e-2:
@@ -328,7 +274,7 @@ class Bench:
         best = again[0]
         alone = 0.0
         if best.choice.kind != "few_rows":
-            alone = self.clock.seconds(lambda _: product.quantized(), 1)
+            alone = self.seconds(lambda _: product.quantized(), 1)
         kept = best.choice
         if kept.kind != "cublas" and kept.config is not None:
             kept = Choice(kept.kind, tuple(kept.config))
@@ -369,7 +315,7 @@ class Bench:
                 return fused
             return gpu_linear.linear(norm.add_rms_norm(x, stream, factor, 1e-5)[0], weight, None, act)
 
-        return self.clock.seconds(call, places)
+        return self.seconds(call, places)
 
     def summary(self, rows: tuple[int, ...]) -> None:
         """What the products of a step take, with what quantizes their rows."""
@@ -397,14 +343,11 @@ def main() -> None:
     parser.add_argument("--name", default="h200")
     parser.add_argument("--serves", default="h200,gh200,h100,h800", help="words of chips' names it is for")
     parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing new after that")
-    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile")
+    add_processes(parser)
     args = parser.parse_args()
     start = time.perf_counter()
-    # Forked before this process touches the device; they never do.
-    pool = multiprocessing.get_context("fork").Pool(args.processes)
-    properties = torch.cuda.get_device_properties(0)
-    capability = properties.major * 10 + properties.minor
-    device = torch.device("cuda", 0)
+    pool = compilers(args.processes)
+    properties, capability = device()
     rows = ROWS if args.tune else REPORTED
     if args.rows:
         rows = tuple(map(int, args.rows.split(",")))
@@ -416,7 +359,7 @@ def main() -> None:
             chosen[kind] = {(s, n): list(cuts(kind, s, n)) for s, n in cells(rows)}
         else:
             chosen[kind] = {
-                (s, n): [choose(n, s.size_in, s.size_out, s.gated, kind, BF16, device)]
+                (s, n): [choose(n, s.size_in, s.size_out, s.gated, kind, BF16, torch.device("cuda", 0))]
                 for s, n in cells(rows)
             }
         jobs = jobs_for(kind, chosen[kind], capability)
@@ -425,13 +368,11 @@ def main() -> None:
     torch.manual_seed(0)
     clock = Clock()
     for kind in kinds:
-        try:
-            left = max(1.0, args.seconds - (time.perf_counter() - start))
-            problems = [problem for problem in compiling[kind].get(timeout=left) if problem]
-            print(f"{kind}: compiled after {time.perf_counter() - start:.0f} s", *problems[:5], sep="\n  ")
-        except multiprocessing.TimeoutError:
+        wrong = problems(compiling[kind], max(1.0, args.seconds - (time.perf_counter() - start)))
+        if wrong is None:
             print(f"{kind}: not compiled in time", flush=True)
             break
+        print(f"{kind}: compiled after {time.perf_counter() - start:.0f} s", *wrong[:5], sep="\n  ")
         bench = Bench(kind, clock)
         for (shape, count), choices in chosen[kind].items():
             if time.perf_counter() - start < args.seconds:

@@ -13,18 +13,25 @@ holds of other shapes stays.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from compile_only import compile_only
+from gpu_timing import (
+    ROTATION_BYTES,
+    SHARED_BYTES,
+    Clock,
+    add_processes,
+    compile_variant,
+    compilers,
+    device,
+    fastest,
+    problems,
+)
 
 from octavo.kernels.triton import activation, linear, norm, skinny_linear
 from octavo.kernels.triton.launch import ceil_div, power_of_2
@@ -51,8 +58,6 @@ MODELS = {  # how often a step multiplies with each matrix
 INPUTS_SPLIT = {Shape(4096, 4096, False), Shape(14336, 4096, False)}  # among ranks; the others by outputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 QUICK_ROWS = (1, 32)
-ROTATION_BYTES = 256 << 20  # of different weights: several times the L2
-SHARED_BYTES = 227 << 10
 PREFETCH = 32  # KiB with which cuts are compared; the best are then tried with others
 OTHER_PREFETCH = (0, 16, 64, 128)
 
@@ -199,22 +204,13 @@ class Job(NamedTuple):
     shape: Shape
 
 
-@functools.cache
-def _become_compiler(capability: int) -> None:
-    torch.set_num_threads(1)
-    compile_only(capability)
-
-
 def compile_job(job: Job) -> str | None:
-    """Compiles one variant into Triton's cache; returns what went wrong."""
-    _become_compiler(job.capability)
+    """Compiles one variant; returns what went wrong."""
     x = torch.empty(job.rows, job.shape.size_in, dtype=DTYPE)  # memory that is not touched
     weight = torch.empty(job.shape.size_out, job.shape.size_in, dtype=DTYPE)
-    try:
-        product(job.choice, x, weight, job.shape.gated)
-    except Exception as error:
-        return f"{job.choice}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
+    return compile_variant(
+        job.capability, job.choice, lambda: product(job.choice, x, weight, job.shape.gated)
+    )
 
 
 def jobs_for(rows: tuple[int, ...], shapes: list[Shape], multiprocessors: int, capability: int) -> list[Job]:
@@ -246,20 +242,7 @@ class Bench:
         widest = max(s.size_in for s in shapes)
         self.rows = torch.randn(max(ROWS), widest, device="cuda").to(DTYPE)
         self.norm = torch.ones(widest, dtype=DTYPE, device="cuda")
-        self.stream = torch.cuda.Stream()
-        # A graph of its own keeps the memory that all the others share.
-        self.pool = torch.cuda.graph_pool_handle()
-        self._anchor = self._record(lambda: torch.zeros(1, device="cuda"))
-
-    def _record(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph
+        self.clock = Clock()
 
     def seconds(self, choice: Choice | None, rows: int, shape: Shape, replays: int = 3) -> float:
         """Of one norm and product (None: of the norm alone), the least of some replays."""
@@ -268,36 +251,21 @@ class Bench:
         matrices = [
             self.weights[i * size : (i + 1) * size].view(shape.size_out, shape.size_in) for i in range(places)
         ]
-        matrices *= ceil_div(24 if size < 1 << 27 else 8, places)
         x, factor = self.rows[:rows, : shape.size_in], self.norm[: shape.size_in]
 
-        def work(some: list[torch.Tensor]) -> None:
-            for weight in some:
-                normed = norm.rms_norm(x, factor, 1e-5)
-                if choice is not None:
-                    product(choice, normed, weight, shape.gated)
+        def call(place: int) -> None:
+            normed = norm.rms_norm(x, factor, 1e-5)
+            if choice is not None:
+                product(choice, normed, matrices[place], shape.gated)
 
-        with torch.cuda.stream(self.stream):
-            work(matrices[:1])
-        self.stream.synchronize()
-        graph = self._record(lambda: work(matrices))
-        times = []
-        with torch.cuda.stream(self.stream):
-            graph.replay()
-            for _ in range(replays):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3 / len(matrices))
-        return min(times)
+        count = places * ceil_div(24 if size < 1 << 27 else 8, places)
+        return self.clock.seconds(call, places, count, replays)
 
     def check(self, choice: Choice, rows: int, shape: Shape) -> bool:
         """Whether a kernel's result is cuBLAS's, up to rounding."""
         weight = self.weights[: shape.size_in * shape.size_out].view(shape.size_out, shape.size_in)
         x = self.rows[:rows, : shape.size_in]
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.clock.stream):
             got, want = (product(c, x, weight, shape.gated).float() for c in (choice, Choice("cublas")))
             return bool((got - want).norm() < 1e-2 * want.norm())
 
@@ -318,18 +286,13 @@ class Tuner:
 
     def time(self, cuts: list[Choice], rows: int, shape: Shape, replays: int = 3) -> list[Found]:
         """Fastest first; without those that the device cannot run."""
-        found = []
-        for choice in cuts:
-            if self.late():
-                break
-            try:
-                found.append(Found(self.bench.seconds(choice, rows, shape, replays), choice))
-            except Exception as error:
-                if "CUDA error" in str(error):  # after which nothing works any more
-                    raise
-                if "out of resource" not in str(error):
-                    print(f"    {rows} x {shape}: {choice}: {type(error).__name__}: {error}", flush=True)
-        return sorted(found, key=lambda f: f.seconds)
+        found = fastest(
+            cuts,
+            lambda choice: self.bench.seconds(choice, rows, shape, replays),
+            f"{rows} x {shape}: ",
+            self.late,
+        )
+        return [Found(*one) for one in found]
 
     def baseline(self, rows: int, shape: Shape) -> None:
         self.cublas[shape, rows] = self.bench.seconds(Choice("cublas"), rows, shape)
@@ -420,17 +383,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="measure what each of so many ranks has")
     parser.add_argument("--serves", default="h200,gh200,h100,h800", help="words of chips' names it is for")
     parser.add_argument("--seconds", type=float, default=225.0, help="end by then, with what is found")
-    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile")
+    add_processes(parser)
     args = parser.parse_args()
     start = time.perf_counter()
     deadline = start + args.seconds
-    # Forked before this process touches the device; they never do.
-    pool = multiprocessing.get_context("fork").Pool(args.processes)
-    properties = torch.cuda.get_device_properties(0)
+    pool = compilers(args.processes)
+    properties, capability = device()
     rows = QUICK_ROWS if args.quick else ROWS
     models = models_of(args.ranks)
     shapes = [shape for matrices in models.values() for shape in matrices]
-    capability = properties.major * 10 + properties.minor
     groups: dict[int, list[int]] = {}
     for count in rows:
         groups.setdefault(tile_rows(count), []).append(count)
@@ -445,14 +406,12 @@ def main() -> None:
             tuner.baseline(count, shape)
     print(f"{properties.name}: cuBLAS after {time.perf_counter() - start:.0f} s", flush=True)
     for tile, group in groups.items():
-        try:
-            left = max(1.0, min(deadline - time.perf_counter(), 0.4 * args.seconds))
-            problems = [problem for problem in compiling[tile].get(timeout=left) if problem]
-            print(
-                f"tiles of {tile} rows after {time.perf_counter() - start:.0f} s", *problems[:3], sep="\n  "
-            )
-        except multiprocessing.TimeoutError:
+        left = max(1.0, min(deadline - time.perf_counter(), 0.4 * args.seconds))
+        wrong = problems(compiling[tile], left)
+        if wrong is None:
             print(f"tiles of {tile} rows: not compiled in time", flush=True)
+        else:
+            print(f"tiles of {tile} rows after {time.perf_counter() - start:.0f} s", *wrong[:3], sep="\n  ")
         for shape in shapes:
             tuner.tune_group(shape, group)
     pool.terminate()

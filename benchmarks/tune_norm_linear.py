@@ -11,15 +11,12 @@ processes that do not touch the device.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import multiprocessing
-import os
 from typing import NamedTuple
 
 import torch
-from compile_only import compile_only
-from tune_linear import DTYPE, ROTATION_BYTES, Bench, product
+from gpu_timing import ROTATION_BYTES, add_processes, become_compiler, compilers, device
+from tune_linear import DTYPE, Bench, product
 
 from octavo.kernels.triton import linear, norm
 from octavo.kernels.triton.launch import ceil_div, power_of_2
@@ -65,12 +62,6 @@ def fused(
     return linear.rms_norm_few_rows_linear(x, residual, factor, 1e-5, weight, None, job.cut, act)[0]
 
 
-@functools.cache
-def become_compiler(capability: int) -> None:
-    torch.set_num_threads(1)
-    compile_only(capability)
-
-
 def compile_job(job: Job) -> None:
     """Compiles a variant into Triton's cache."""
     become_compiler(job.capability)
@@ -87,45 +78,29 @@ class NormBench(Bench):
         places = min(self.weights.numel() // size, max(8, ceil_div(ROTATION_BYTES, 2 * size)))
         matrices = [
             self.weights[i * size : (i + 1) * size].view(shape.size_out, shape.size_in) for i in range(places)
-        ] * ceil_div(24, places)
+        ]
         x, factor = self.rows[:rows, : shape.size_in], self.norm[: shape.size_in]
         residual = x.clone()
         choice = choose(rows, *shape, x.device)
 
-        def work(some: list[torch.Tensor]) -> None:
-            for weight in some:
-                y = norm.rms_norm(x, factor, 1e-5)
-                if job is None:
-                    normed, _ = norm.add_rms_norm(y, residual, factor, 1e-5)
-                    product(choice, normed, weight, shape.gated)
-                else:
-                    fused(y, residual, factor, weight, job)
+        def call(place: int) -> None:
+            y = norm.rms_norm(x, factor, 1e-5)
+            if job is None:
+                normed, _ = norm.add_rms_norm(y, residual, factor, 1e-5)
+                product(choice, normed, matrices[place], shape.gated)
+            else:
+                fused(y, residual, factor, matrices[place], job)
 
-        with torch.cuda.stream(self.stream):
-            work(matrices[:1])
-        self.stream.synchronize()
-        graph = self._record(lambda: work(matrices))
-        times = []
-        with torch.cuda.stream(self.stream):
-            for _ in range(6):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3 / len(matrices))
-        return min(times[1:])
+        return self.clock.seconds(call, places, places * ceil_div(24, places), 5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1", help="comma-separated, each at most 4")
-    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile")
+    add_processes(parser)
     args = parser.parse_args()
-    # Forked before this process touches the device; they never do.
-    with multiprocessing.get_context("fork").Pool(args.processes) as pool:
-        properties = torch.cuda.get_device_properties(0)
-        capability = properties.major * 10 + properties.minor
+    with compilers(args.processes) as pool:
+        properties, capability = device()
         jobs = [
             Job(capability, rows, shape, cut)
             for rows in map(int, args.rows.split(","))

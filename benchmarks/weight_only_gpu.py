@@ -11,17 +11,24 @@ matrix's bytes at 4.3 TB/s (int4 in groups of 128 has 4.125 bits a weight).
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compile_only import compile_only
+from gpu_timing import (
+    ROTATION_BYTES,
+    SHARED_BYTES,
+    Clock,
+    add_processes,
+    compile_variant,
+    compilers,
+    device,
+    fastest,
+    problems,
+)
 
 from octavo.kernels.reference_tiles import NF4, Tiles, tiles_shapes
 from octavo.kernels.triton import activation, norm, weight_only_choice
@@ -49,8 +56,6 @@ FORMS = {
     "nf4 row": (1,),
     "nf4": (32,),
 }
-ROTATION_BYTES = 256 << 20  # of different weights: several times the L2
-SHARED_BYTES = 227 << 10
 LAUNCHES = 16  # in a graph
 GROUP = 128
 
@@ -188,30 +193,23 @@ def expanded(job: Job, matrix: Any) -> torch.Tensor:
 # ---- compilation ----
 
 
-@functools.cache
-def _become_compiler(capability: int) -> None:
-    torch.set_num_threads(1)
-    compile_only(capability)
-
-
 def compile_job(work: tuple[int, Job]) -> str | None:
-    """Compiles one variant into Triton's cache; returns what went wrong."""
+    """Compiles one variant; returns what went wrong."""
     capability, job = work
-    _become_compiler(capability)
-    try:
+
+    def launch() -> None:
         if not _KEPT:
             _KEPT.append(Weights(1 << 28, "cpu"))  # memory that is not touched
         matrix = _KEPT[0].matrix(job.form, job.shape, 0)
-        x = torch.empty(job.rows, job.shape.size_in, dtype=DTYPE)
         if job.cut is None:  # without cuBLAS, which would run
             expanded(job, matrix)
             activation.silu_and_mul(torch.empty(1, job.shape.size_out, dtype=DTYPE))
-        else:
-            factor = torch.empty(job.shape.size_in, dtype=DTYPE) if job.form.endswith("norm") else None
-            product(job, x, matrix, factor)
-    except Exception as error:
-        return f"{job}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
+            return
+        x = torch.empty(job.rows, job.shape.size_in, dtype=DTYPE)
+        factor = torch.empty(job.shape.size_in, dtype=DTYPE) if job.form.endswith("norm") else None
+        product(job, x, matrix, factor)
+
+    return compile_variant(capability, job, launch)
 
 
 _KEPT: list[Weights] = []
@@ -221,26 +219,14 @@ _KEPT: list[Weights] = []
 
 
 class Bench:
-    """Records graphs and times them."""
+    """Products of rows on the device with weights in rotation."""
 
     def __init__(self, weights: Weights):
         self.weights = weights
         widest = max(shape.size_in for shape in SHAPES)
         self.rows = torch.randn(max(ROWS), widest, device="cuda").to(DTYPE)
         self.norm = torch.ones(widest, dtype=DTYPE, device="cuda")
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
-        self._anchor = self._record(lambda: torch.zeros(1, device="cuda"))
-
-    def _record(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph
+        self.clock = Clock()
 
     def seconds(self, job: Job, alone: bool = False, replays: int = 4) -> float:
         """Of one norm and product (or of the norm alone), the least of some replays. A norm that is part of
@@ -249,38 +235,23 @@ class Bench:
             self.weights.matrix(job.form, job.shape, i)
             for i in range(self.weights.places(job.form, job.shape))
         ]
-        matrices = (matrices * ceil_div(LAUNCHES, len(matrices)))[:LAUNCHES]
         x, factor = self.rows[: job.rows, : job.shape.size_in], self.norm[: job.shape.size_in]
 
-        def work(some: list[Any]) -> None:
-            for matrix in some:
-                if job.form.endswith("norm"):
-                    product(job, x, matrix, self.norm)
-                    continue
-                normed = norm.rms_norm(x, factor, 1e-5)
-                if not alone:
-                    product(job, normed, matrix)
+        def call(place: int) -> None:
+            if job.form.endswith("norm"):
+                product(job, x, matrices[place], self.norm)
+                return
+            normed = norm.rms_norm(x, factor, 1e-5)
+            if not alone:
+                product(job, normed, matrices[place])
 
-        with torch.cuda.stream(self.stream):
-            work(matrices[:1])
-        graph = self._record(lambda: work(matrices))
-        times = []
-        with torch.cuda.stream(self.stream):
-            graph.replay()
-            for _ in range(replays):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3 / len(matrices))
-        return min(times)
+        return self.clock.seconds(call, len(matrices), LAUNCHES, replays)
 
     def right(self, job: Job) -> bool:
         """Whether a cut's result is that of the expanded matrix, up to rounding."""
         matrix = self.weights.matrix(job.form, job.shape, 0)
         x = self.rows[: job.rows, : job.shape.size_in]
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.clock.stream):
             if job.form.endswith("norm"):
                 got = product(job, x, matrix, self.norm).float()
                 x = norm.rms_norm(x + x, self.norm[: job.shape.size_in], 1e-5)
@@ -308,13 +279,12 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", help="write the table there")
     parser.add_argument("--serves", default="h200,gh200,h100,h800", help="words of chips' names it is for")
     parser.add_argument("--seconds", type=float, default=38.0, help="end by then, with what is found")
-    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile")
+    add_processes(parser)
     args = parser.parse_args()
     deadline = time.perf_counter() + args.seconds
-    # Forked before this process touches the device; they never do.
-    pool = multiprocessing.get_context("fork").Pool(args.processes)
-    properties = torch.cuda.get_device_properties(0)
-    capability, multiprocessors = properties.major * 10 + properties.minor, properties.multi_processor_count
+    pool = compilers(args.processes)
+    properties, capability = device()
+    multiprocessors = properties.multi_processor_count
     asked = [int(n) for n in args.rows.split(",") if n]
     cells = [(form, n) for form in args.forms.split(",") for n in FORMS[form] if not asked or n in asked]
     # What matters most comes first: whatever the time.
@@ -347,25 +317,16 @@ def main() -> None:
         if left <= 0:
             print(f"{form} x {rows}: no time left", flush=True)
             continue
-        try:
-            for problem in compiling[form, rows].get(left):
-                if problem:
-                    print(f"    {problem}", flush=True)
-        except multiprocessing.TimeoutError:
+        wrong = problems(compiling[form, rows], left)
+        if wrong is None:
             print(f"{form} x {rows}: not compiled in time", flush=True)
             continue
+        for problem in wrong:
+            print(f"    {problem}", flush=True)
         for shape, jobs in jobs_of(form, rows, multiprocessors).items():
             alone, fused = norms[shape.size_in, rows], form.endswith("norm")
-            found = []
-            for job in jobs:
-                try:
-                    found.append((bench.seconds(job) - (0 if fused else alone), job.cut))
-                except Exception as error:
-                    if "CUDA error" in str(error):  # after which nothing works any more
-                        raise
-                    if "out of resource" not in str(error):
-                        print(f"    {job}: {type(error).__name__}: {error}", flush=True)
-            found.sort(key=lambda one: one[0])
+            less = 0 if fused else alone
+            found = [(seconds - less, job.cut) for seconds, job in fastest(jobs, bench.seconds)]
             seconds, cut = found[0]
             right = cut is None or bench.right(Job(form, rows, shape, cut))
             steps[form, rows] = steps.get((form, rows), 0) + SHAPES[shape] * seconds
