@@ -1,50 +1,69 @@
 """What quantized checkpoints cost in quality: each scheme of `octavo quantize` against the weights before.
 
     python -m benchmarks.quantization --text english.txt --text chinese.txt
+        [--model FILE]          a GGUF file, or a folder with safetensors; without: the default model
         [--tokens 25k]          scored of each text
-        [--rows "W8A8; W4A16"]  some rows anew; the others stay as they were measured
+        [--rows "W8A8; W4A16"]  some rows; "reference" for those by Transformers and compressed-tensors
         [--peer PYTHON]         an environment with llm-compressor, which then rounds to 4 bits as well
+        [--threads N]
 
-The model is the default one, its GGUF file expanded to bfloat16. Checkpoints lie in the cache folder and are
-made once. FP8 is computed by the plain twins of a GPU's kernels, everything else by the CPU's own. Figures go
-into `benchmarks/quantization.json` row by row, and from there into `benchmarks/quantization.md`.
+Checkpoints lie in the cache folder and are made once. FP8 is computed by the plain twins of a GPU's kernels,
+weights alone are expanded, and int8 is computed by the CPU's own kernels. Figures of single tokens are kept
+beside the checkpoints after every batch: a run that was cut short, or is asked for more tokens, goes on. From
+them come `benchmarks/quantization.json` and `benchmarks/quantization.md`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import math
+import re
 import shutil
 import subprocess
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.quantization_page import REFERENCES, ROWS, page
+from benchmarks.quantization_runs import (
+    FP8_GPU,
+    Engine,
+    Figures,
+    Reference,
+    Run,
+    Runs,
+    batches_of,
+    measure,
+    subject,
+    summary_of,
+)
 from octavo import QuantizationModifier, oneshot
-from octavo.config import EngineConfig, parse_amount
-from octavo.eval.evaluate import EvalOptions, evaluate
+from octavo.config import parse_amount
 from octavo.eval.texts import read_texts
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
 from octavo.models.pull import cache_folder, pull_default
-from octavo.quantization.capability import Hardware
-from octavo.quantization.local_hardware import assumed
+from octavo.models.safetensors_file import list_files, read_header
+from octavo.quantization.rounding import round_matrix, spread
+from octavo.quantization.scheme import WeightScheme
 
 FOLDER = Path(__file__).parent
-GROUP = 64  # 128 does not divide 576 columns
-FP8_GPU = Hardware("cuda", (9, 0), name="a GPU with FP8")
-ROWS: dict[str, tuple[str, str]] = {
-    "FP8_DYNAMIC": ("FP8 weights and activations", "0.5%"),
-    "FP8_DYNAMIC, weights": ("FP8 weights", ""),
-    "W8A8": ("int8 weights and activations", "1%"),
-    "W8A16": ("int8 weights", ""),
-    "W4A16": (f"int4 weights, groups of {GROUP}, searched scales", "no worse than llm-compressor"),
-    "W4A16, plain": (f"int4 weights, groups of {GROUP}, by llm-compressor's round to nearest", ""),
+EXPORTED = ("llama", "mistral", "qwen2", "qwen3")  # families whose config `export` can write
+SHOWN = (
+    "num_tokens", "perplexity", "baseline_perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl_mean",
+    "kl_p99", "top1_agreement",
+)  # fmt: skip
+ERRORS = {
+    "fp8, rows": WeightScheme("fp8", "channel"),
+    "fp8, groups": WeightScheme("fp8", "group", 32),
+    "int8, rows": WeightScheme("int8", "channel"),
 }
 PEER = """
 import sys, torch
@@ -65,21 +84,23 @@ model.save_pretrained(out, save_compressed=True)
 """
 
 
-def export(folder: Path) -> Path:
-    """The default model as a checkpoint in bfloat16."""
-    if (folder / "config.json").exists():
-        return folder
-    source = find_model(str(pull_default()))
+def export(model: Path, folder: Path) -> Path:
+    """A GGUF file as a checkpoint in bfloat16; a folder is one."""
+    source = find_model(str(model))
+    if source.kind == "folder" or (folder / "config.json").exists():
+        return source.path if source.kind == "folder" else folder
     config = load_model_config(source)
+    kind = config.architecture.removesuffix("ForCausalLM").lower()
+    if kind not in EXPORTED:
+        raise SystemExit(f"{model}: {config.architecture}: name a folder, or a file of {', '.join(EXPORTED)}")
     targets = targets_of(config)
     read = iterate_weights(source, config, targets, "auto", torch.bfloat16, "cpu", progress=False)
     tensors = {name: tensor.to(torch.bfloat16).clone() for name, tensor in read}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert config.rope is not None
     raw = {
         "architectures": [config.architecture],
-        "model_type": "llama",
+        "model_type": kind,
         "dtype": "bfloat16",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -100,122 +121,80 @@ def export(folder: Path) -> Path:
     return folder
 
 
-def checkpoint(row: str, base: Path, folder: Path, peer: str | None) -> Path | None:
+def checkpoint(row: str, base: Path, folder: Path, group: int, peer: str | None) -> Path | None:
     """The quantized checkpoint of a row; None: there is no peer to make it."""
     scheme = row.partition(",")[0]
-    out = folder / (f"peer-{scheme}" if row.endswith("plain") else scheme)
+    plain = row.endswith("plain")
+    out = folder / (f"peer-{scheme}" if plain else scheme)
     if (out / "config.json").exists():
         return out
-    if row.endswith("plain"):
-        if peer is None:
-            return None
-        subprocess.run([peer, "-c", PEER, str(base), str(out), str(GROUP)], check=True)
-        return out
+    if plain:
+        if peer is not None:
+            subprocess.run([peer, "-c", PEER, str(base), str(out), str(group)], check=True)
+        return None if peer is None else out
     shutil.rmtree(out, ignore_errors=True)
-    group = GROUP if scheme == "W4A16" else None
-    return oneshot(base, QuantizationModifier(scheme=scheme, ignore=["lm_head"], group_size=group), out)
+    size = group if scheme == "W4A16" else None
+    return oneshot(base, QuantizationModifier(scheme=scheme, ignore=["lm_head"], group_size=size), out)
 
 
-def measure(row: str, model: Path, base: Path, files: list[str], tokens: int) -> dict[str, Any]:
-    """Figures of a row, of each text and of all."""
-    common: dict[str, Any] = dict(
-        tokenizer=str(pull_default()), dtype="float32", device="cpu", kv_cache_memory_bytes=256 << 20
-    )
-    computed = FP8_GPU if row == "FP8_DYNAMIC" else None
-    found: dict[str, Any] = {"texts": {}}
-    nll = before = count = 0.0
-    for file in files:
-        text = read_texts(file)
-        begin = time.perf_counter()
-        with assumed(computed) if computed is not None else contextlib.nullcontext():
-            result = evaluate(
-                EngineConfig(model=str(model), **common),
-                text.texts,
-                EvalOptions(max_tokens=tokens),
-                baseline=EngineConfig(model=str(base), **common),
-            )
-        summary = result.summary
-        found["texts"][Path(file).name] = {
-            "sha256": text.sha256,
-            "seconds": round(time.perf_counter() - begin),
-            "ran": result.settings["model"]["ran"]["weights"],
-            **{k: summary[k] for k in SHOWN},
+def maker(row: str, model: Path, base: Path, tokenizer: Path) -> Callable[[], Runs]:
+    """What makes the engine of a row."""
+    if row in REFERENCES:
+        parts = REFERENCES[row]
+        return partial(Reference, base, model, parts != "activations alone", parts != "weights alone")
+    if row == "FP8_DYNAMIC":
+        return lambda: Engine(subject(model, tokenizer), FP8_GPU)
+    return lambda: Engine(subject(model, tokenizer, dequantize=row != "W8A8"))
+
+
+def weight_errors(base: Path) -> dict[str, float]:
+    """The root mean square of what rounding changes, over that of the weights, of all matrices of layers."""
+    names = list(ERRORS)
+    wrong, whole = dict.fromkeys(names, 0.0), 0.0
+    for path in sorted(base.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():
+                if not key.endswith("_proj.weight"):
+                    continue
+                weight = file.get_tensor(key).float()
+                whole += float(weight.square().sum(dtype=torch.float64))
+                for name, scheme in ERRORS.items():
+                    made = round_matrix(key, weight, scheme, packed=False, device=weight.device)
+                    scale = spread(made["weight_scale"], scheme, *weight.shape)
+                    difference = made["weight"].float() * scale - weight
+                    wrong[name] += float(difference.square().sum(dtype=torch.float64))
+    return {name: math.sqrt(wrong[name] / whole) for name in names}
+
+
+def shown(summary: dict[str, float]) -> dict[str, float]:
+    return {name: summary[name] for name in SHOWN}
+
+
+def report(
+    model: dict[str, Any], runs: dict[str, Run], names: dict[str, str], errors: Callable[[], dict[str, float]]
+) -> None:
+    """Put into a model's results what its runs have so far; `names` are the texts' SHA-256 by their names."""
+    for row, run in runs.items():
+        done = {text: found for text, found in run.figures.items() if found.batches}
+        if not done or row in REFERENCES:
+            continue
+        model["rows"][row] = {
+            "ran": next(iter(done.values())).ran,
+            "all": shown(summary_of(list(done.values()))),
+            "texts": {t: {"sha256": names[t], **shown(summary_of([f]))} for t, f in done.items()},
         }
-        n = summary["num_tokens"]
-        nll, before, count = nll + summary["nll"] * n, before + summary["baseline_nll"] * n, count + n
-    found |= {"tokens": int(count), "rise": torch.tensor((nll - before) / count).expm1().item()}
-    return found
-
-
-SHOWN = (
-    "num_tokens", "perplexity", "baseline_perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl_mean",
-    "kl_p99", "top1_agreement",
-)  # fmt: skip
-
-
-def page(results: dict[str, Any]) -> str:
-    """The page of what was measured."""
-    lines = [
-        "# Quality of quantized checkpoints",
-        "",
-        "SmolLM2-135M-Instruct: its Q4_1 file expanded to bfloat16, and that quantized by `octavo quantize`,",
-        "with lm_head left alone; float32 arithmetic on a CPU. Written by",
-        "`python -m benchmarks.quantization`; the baseline of every figure is the bfloat16 checkpoint,",
-        "computed beside it.",
-        "",
-        "Perplexity's rise is that over all tokens, with its standard error; wanted rises are goals, and are",
-        "met or not. Columns of this model (576) are no multiples of 128, so that groups of 4 bits have",
-        f"{GROUP}. The goals are meant for 50,000 tokens and more; a row of fewer is a first look.",
-        "",
-        "| scheme | what | rise of perplexity | wanted | tokens |",
-        "|---|---|---|---|---|",
-    ]
-    for row, (what, wanted) in ROWS.items():
-        if row in results:
-            found = results[row]
-            verdict = f"{wanted}: {_verdict(row, results)}" if wanted else ""
-            error = _error(found)
-            lines.append(
-                f"| {row} | {what} | {found['rise']:+.2%} ± {error:.2%} | {verdict} | {found['tokens']:,} |"
-            )
-    lines += [
-        "",
-        "By text (`ratio`: of perplexities, with its paired standard error; KL in nats):",
-        "",
-        "| scheme | text | bfloat16 | quantized | ratio | mean KL | 99th percentile | same likeliest token |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in (row for row in ROWS if row in results):
-        for name, text in results[row]["texts"].items():
-            lines.append(
-                f"| {row} | {name} | {text['baseline_perplexity']:.3f} | {text['perplexity']:.3f} "
-                f"| {text['perplexity_ratio']:.4f} ± {text['perplexity_ratio_se']:.4f} "
-                f"| {text['kl_mean']:.4f} | {text['kl_p99']:.3f} | {text['top1_agreement']:.1%} |"
-            )
-    lines += ["", "What ran, by the engine's own account:", ""]
-    lines += [
-        f"- {row}: {next(iter(results[row]['texts'].values()))['ran']}" for row in ROWS if row in results
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _error(found: dict[str, Any]) -> float:
-    """The standard error of a row's rise, from those of its texts."""
-    texts = found["texts"].values()
-    errors = [
-        text["perplexity_ratio_se"] / text["perplexity_ratio"] * text["num_tokens"] / found["tokens"]
-        for text in texts
-    ]
-    return (1 + found["rise"]) * sum(error**2 for error in errors) ** 0.5
-
-
-def _verdict(row: str, results: dict[str, Any]) -> str:
-    rise = results[row]["rise"]
-    if row == "W4A16":
-        if "W4A16, plain" not in results:
-            return "not compared"
-        return "met" if rise <= results["W4A16, plain"]["rise"] else "missed"
-    return "met" if rise <= float(ROWS[row][1].rstrip("%")) / 100 else "missed"
+    ours = runs.get("FP8_DYNAMIC")
+    compared = [run for row, run in runs.items() if row in REFERENCES]
+    if ours is None or not compared:
+        return
+    compared.append(ours)
+    batches = min(found.batches for run in compared for found in run.figures.values())
+    if batches:
+        rows = {row: run for row, run in runs.items() if run in compared}
+        model["reference"] = {
+            "rows": {row: shown(summary_of(list(r.figures.values()), batches)) for row, r in rows.items()},
+            "errors": model.get("reference", {}).get("errors") or errors(),
+        }
 
 
 def main() -> None:
@@ -223,25 +202,66 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", action="append", required=True, metavar="FILE")
+    parser.add_argument("--model", metavar="FILE")
     parser.add_argument("--tokens", default="25k")
     parser.add_argument("--rows", default="", metavar="NAMES", help="Separated by ';'.")
     parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--threads", type=int, metavar="N")
     args = parser.parse_args()
-    folder = cache_folder().parent / "bench" / "quantization"
-    base = export(folder / "bfloat16")
-    saved = FOLDER / "quantization.json"
-    results: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
+    if args.threads:
+        torch.set_num_threads(args.threads)
     tokens = parse_amount(args.tokens, "tokens")
     assert isinstance(tokens, int)
-    for row in [name.strip() for name in args.rows.split(";") if name.strip()] or list(ROWS):
-        model = checkpoint(row, base, folder, args.peer)
+    given = Path(args.model) if args.model else pull_default()
+    name = re.sub(r"[.-]q\d\w*$", "", given.stem, flags=re.I) if given.is_file() else given.name
+    folder = cache_folder().parent / "bench" / "quantization" / name
+    base = export(given, folder / "bfloat16")
+    config = load_model_config(find_model(str(base)))
+    group = math.gcd(128, config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+
+    asked = [row.strip() for row in args.rows.split(";") if row.strip()] or list(ROWS)
+    asked = [one for row in asked for one in (("FP8_DYNAMIC", *REFERENCES) if row == "reference" else [row])]
+    for row in asked:
+        if row not in ROWS and row not in REFERENCES:
+            parser.error(f"no row {row!r}: there are {'; '.join((*ROWS, 'reference'))}")
+    files = {Path(file).name: read_texts(file) for file in args.text}
+    hashes = {text: file.sha256 for text, file in files.items()}
+    plain = subject(base, given)
+    texts = {text: batches_of(file.texts, plain, tokens) for text, file in files.items()}
+    runs = {}
+    for row in (*ROWS, *REFERENCES):
+        model = checkpoint(row, base, folder, group, args.peer) if row in asked else None
         if model is None:
-            print(f"{row}: no --peer, left out")
+            if row in asked:
+                print(f"{row}: no --peer, left out")
             continue
-        results[row] = measure(row, model, base, args.text, tokens)
+        run = Run(maker(row, model, base, given))
+        weights = [path / "model.safetensors" for path in (base, model)]
+        stamp = " ".join(f"{w.stat().st_size}.{w.stat().st_mtime_ns}" for w in weights)
+        for text, sha256 in hashes.items():
+            saved = folder / "figures" / f"{row} of {sha256[:8]}.npz"
+            run.figures[text] = Figures(saved, f"{sha256} {stamp}")
+        runs[row] = run
+
+    saved = FOLDER / "quantization.json"
+    results: dict[str, Any] = json.loads(saved.read_text())
+    headers = [read_header(path) for path in list_files(base)]
+    parameters = sum(math.prod(t.shape) for header in headers for t in header.tensors.values())
+    origin = f"expanded from {given.name}" if given.is_file() else "as they are"
+    about = f"{parameters / 1e6:.0f} million parameters, {origin}."
+    found = results["models"].setdefault(name, {"rows": {}}) | {"about": about, "group": group}
+    results["models"][name] = found
+    results["texts"] |= {sha: {"name": text, "sha256": sha} for text, sha in hashes.items()}
+
+    def write() -> None:
+        report(found, runs, hashes, lambda: weight_errors(base))
         saved.write_text(json.dumps(results, indent=1) + "\n")
         (FOLDER / "quantization.md").write_text(page(results))
-        print(f"{row}: perplexity {results[row]['rise']:+.3%}", flush=True)
+        for row, run in runs.items():
+            print(row, {t: int(f.lengths.sum()) for t, f in run.figures.items()}, flush=True)
+
+    measure(Run(lambda: Engine(plain)), [runs[row] for row in runs if row in asked], texts, write)
+    write()
 
 
 if __name__ == "__main__":
