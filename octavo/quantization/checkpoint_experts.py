@@ -185,6 +185,8 @@ class CheckpointExperts(ExpertsMethod):
         seen: dict[tuple[int, str], set[str]] = layer.expert_tensors  # type: ignore[assignment]
         given = seen.setdefault((expert, matrix), set())
         given.add(name)
+        if tensors[name].optional:  # it may come after all that the matrix was made of
+            return
         if all(key in given for key, tensor in tensors.items() if not tensor.optional):
             made = layout.matrix(full.rpartition(".")[0], mine, piece, columns)
             self._take(layer, matrix, expert, made, shard)
@@ -219,6 +221,7 @@ class CheckpointExperts(ExpertsMethod):
     def process_after_load(self, layer: nn.Module) -> None:
         hardware: Hardware = layer.experts_hardware  # type: ignore[assignment]
         found: dict[tuple[int, str], Matrix] = layer.expert_matrices  # type: ignore[assignment]
+        layer.expert_pieces = {}  # type: ignore[assignment]  # what was not needed
         if _expanded(layer) or not found:
             return
         count, hidden, inner = (int(size) for size in layer.sizes)  # type: ignore[union-attr]
