@@ -70,7 +70,7 @@ class QuantizationModifier:
             targets, weights, input_activations.
 
     Raises (on construction):
-        ConfigError: a scheme that is not known, or no scheme.
+        ConfigError: a word or scheme that is not known, or no scheme.
     """
 
     targets: str | Sequence[str] = LINEAR
@@ -78,6 +78,13 @@ class QuantizationModifier:
     ignore: str | Sequence[str] = ()
     group_size: int | None = None
     config_groups: Mapping[str, Mapping[str, Any]] | None = None
+
+    def __new__(cls, /, *args: Any, **values: Any) -> QuantizationModifier:
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"QuantizationModifier has no {name!r}: {hint(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("targets", "ignore"):
@@ -103,19 +110,6 @@ class QuantizationModifier:
             size = self.group_size
             if isinstance(size, bool) or not isinstance(size, int) or size < 8 or size % 8:
                 raise ConfigError(f"group_size={size!r} is no multiple of 8: give 32, 64 or 128")
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> QuantizationModifier:
-        """Of a recipe's file.
-
-        Raises:
-            ConfigError: a word that there is not.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"QuantizationModifier has no {name!r}: {hint(name, known)}")
-        return cls(**values)
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def modifier_of(name: str, values: Mapping[str, Any]) -> QuantizationModifier:
         raise ConfigError(f"{name} needs calibration, which is not supported: use QuantizationModifier")
     if name not in known:
         raise ConfigError(f"a recipe has no {name!r}: {hint(name, known)}")
-    return known[name].from_values(values)
+    return known[name](**values)
 
 
 def _words(name: str, value: str | Sequence[str]) -> tuple[str, ...]:

@@ -95,6 +95,8 @@ def test_a_wrong_recipe_is_told_the_nearest_word(recipe: str, told: str) -> None
     ("values", "told"),
     [
         (dict(scheme="W4A61"), "did you mean W4A16?"),
+        (dict(schem="W4A16"), "QuantizationModifier has no 'schem': did you mean scheme?"),
+        (dict(scheme="W8A8", igmore=["lm_head"]), "has no 'igmore': did you mean ignore?"),
         (dict(scheme="W8A8", group_size=64), "group_size=64: W8A8 has no groups"),
         (dict(scheme="W4A16", group_size=12), "group_size=12 is no multiple of 8"),
         (dict(scheme="W4A16", config_groups={}), "not both"),
