@@ -162,7 +162,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Type of the KV cache: the model's (auto), bfloat16, or half its bytes: fp8 (e4m3), fp8_e5m2, int8.",
+        "Type of the KV cache: auto (the model's, or that for which a quantized checkpoint has scales), "
+        "bfloat16, or half its bytes: fp8 (e4m3), fp8_e5m2, int8.",
         choices=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
     )
     device: str = setting(

@@ -33,7 +33,7 @@ from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.local_hardware import assumed, hardware_of
 from octavo.quantization.scheme import QuantizationConfig
 from octavo.speculative_config import WHOLE_MODELS
-from octavo.worker.device import DTYPES, choose_dtype, choose_quantization
+from octavo.worker.device import DTYPES, choose_dtype, choose_kv_dtype, choose_quantization
 from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
 from octavo.worker.recorded_steps import MOST_REQUESTS, MOST_ROWS
@@ -226,7 +226,8 @@ class Planner:
             )
         wanted = self._length(config)
         rows = config.max_num_batched_tokens or (8192 if machine.kind == "cuda" else 2048)
-        shapes = self._build(config, dtype, wanted, layout.tensor)
+        kv_dtype = choose_kv_dtype(config, self.model, quantization)
+        shapes = self._build(config, dtype, wanted, layout.tensor, kv_dtype)
         with machine.assumed():
             weights = self._weights(shapes, config, quantization, dtype, device)
             expands = _expands(quantization, machine.device)
@@ -314,7 +315,8 @@ class Planner:
                 dtype,
                 own.quantization_strict,
             )
-            shapes = planner._build(own, dtype, min(wanted, planner.model.context_length), 1)
+            length = min(wanted, planner.model.context_length)
+            shapes = planner._build(own, dtype, length, 1, own.kv_cache_dtype)
             weights = planner._weights(shapes, own, quantization, dtype, machine.device)
         return DraftPlan(planner.source.name, weights, shapes.kv_groups())
 
@@ -329,10 +331,10 @@ class Planner:
             )
         return asked
 
-    def _build(self, config: EngineConfig, dtype: str, length: int, ranks: int) -> CausalLM:
+    def _build(self, config: EngineConfig, dtype: str, length: int, ranks: int, kv_dtype: str) -> CausalLM:
         """The model's shapes on one rank; unquantized, since weights are counted by their methods."""
         whole_experts = config.enable_expert_parallel
-        key = (dtype, length, config.block_size, config.kv_cache_dtype, ranks, whole_experts)
+        key = (dtype, length, config.block_size, kv_dtype, ranks, whole_experts)
         if key not in self._shapes:
             with use_group(TensorParallelGroup(0, ranks)):
                 self._shapes[key] = build_model(
@@ -342,7 +344,7 @@ class Planner:
                     attention_backend="torch",
                     max_model_len=length,
                     block_size=config.block_size,
-                    kv_dtype=config.kv_cache_dtype,
+                    kv_dtype=kv_dtype,
                     with_head=pooling_settings(config, self.source, self.model) is None,
                     expert_parallel=whole_experts,
                 )

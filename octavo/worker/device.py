@@ -134,6 +134,20 @@ def choose_quantization(
     return setting("half") if half else None
 
 
+def choose_kv_dtype(config: EngineConfig, model: ModelConfig, quantization: QuantizationConfig | None) -> str:
+    """The type of the KV cache, as `build_model` takes it: `auto` is that of a checkpoint which has scales for
+    keys and values, but for what serves no cache in 8 bits; else the model's.
+
+    Args:
+        config: the engine's settings.
+        quantization: of the model's weights.
+    """
+    lacks = config.batch_invariant or model.latent is not None
+    if config.kv_cache_dtype != "auto" or quantization is None or quantization.dequantize or lacks:
+        return config.kv_cache_dtype
+    return quantization.kv_cache or "auto"
+
+
 def _keeps_half(device: torch.device, kept: str, dtype: str) -> bool:
     """Whether weights of type `kept` stay so on a CPU that computes on them in float32."""
     halves = ("bfloat16", "float16")

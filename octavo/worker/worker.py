@@ -45,7 +45,14 @@ from octavo.step_messages import ModelFacts, StepPlan
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker import kv_scales
 from octavo.worker.batch_invariance import check_batch_invariant
-from octavo.worker.device import DTYPES, choose_device, choose_dtype, choose_quantization, set_threads
+from octavo.worker.device import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_quantization,
+    set_threads,
+)
 from octavo.worker.draft_loading import LoadedDraft, load_draft
 from octavo.worker.draft_runner import DraftRunner, attach_draft
 from octavo.worker.expert_parallel import expert_parallel
@@ -210,7 +217,7 @@ class Worker:
             attention_backend=config.attention_backend,
             max_model_len=wanted,
             block_size=config.block_size,
-            kv_dtype=config.kv_cache_dtype,
+            kv_dtype=choose_kv_dtype(config, self.model_config, self.quantization),
             quantization=self.quantization,
             batch_invariant=config.batch_invariant,
             with_head=self.pooling is None,

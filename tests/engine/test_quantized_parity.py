@@ -105,3 +105,13 @@ def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.startswith("compressed-tensors: FP8_DYNAMIC as W8A16, since FP8 is multiplied from ")
     with make("w4a16") as llm:
         assert llm.facts.summary["weights"].startswith("compressed-tensors: W4A16 (")
+
+
+def test_a_checkpoint_s_scales_for_the_kv_cache_are_used_without_being_asked_for() -> None:
+    with make("fp8_static_kv", kv_cache_dtype="fp8") as llm:
+        kept, want = llm.facts.summary["kv cache"], generate(llm)
+    with make("fp8_static_kv") as llm:
+        assert llm.facts.summary["kv cache"] == kept and kept.startswith("fp8, ")
+        assert generate(llm) == want
+    with make("fp8_static_kv", kv_cache_dtype="bfloat16") as llm:
+        assert llm.facts.summary["kv cache"].startswith("bfloat16, ")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.loader import load_model_config
 from octavo.models.locate import find_model
@@ -16,7 +17,8 @@ from octavo.models.quantized import checkpoint_quantization
 from octavo.quantization.capability import SCHEMES, Hardware, running, table
 from octavo.quantization.read_config import limited_to, read_quantization
 from octavo.quantization.scheme import ActivationScheme, QuantizationConfig, Rule, WeightScheme
-from octavo.worker.device import choose_quantization
+from octavo.worker.device import choose_kv_dtype, choose_quantization
+from tests import tiny
 from tests.quantization.checkpoints import AMPERE, FOLDER, HOPPER, NAMES, pretend
 
 NAMED = {
@@ -265,3 +267,17 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match="FP8_DYNAMIC would run as W8A16, since .*: leave quantization_strict"
     ):
         choice("fp8_dynamic", strict=True)
+
+
+def test_the_kv_cache_is_what_a_checkpoint_has_scales_for() -> None:
+    def chosen(fixture: str, name: str | None = None, **settings: Any) -> str:
+        model = load_model_config(find_model(str(FOLDER / fixture)))
+        return choose_kv_dtype(EngineConfig(**settings), model, choice(fixture, name))
+
+    assert chosen("fp8_static_kv") == "fp8"
+    assert chosen("fp8_static") == chosen("fp8_static_kv", "none") == "auto"
+    assert chosen("fp8_static_kv", kv_cache_dtype="bfloat16") == "bfloat16"
+    assert chosen("fp8_static", kv_cache_dtype="int8") == "int8"
+    assert chosen("fp8_static_kv", batch_invariant=True) == "auto"
+    model = load_model_config(find_model(str(tiny.checkpoint("deepseek-v3"))))
+    assert choose_kv_dtype(EngineConfig(), model, choice("fp8_static_kv")) == "auto"
