@@ -23,7 +23,7 @@ from octavo.quantization.capability import Hardware
 from octavo.quantization.local_hardware import assumed
 
 WINDOW = 512
-ROWS = 2048  # of windows that are computed together
+ROWS = 1024  # of windows that are computed together
 FP8_GPU = Hardware("cuda", (9, 0), name="a GPU with FP8")
 
 

@@ -103,8 +103,8 @@ class Bits4Layout(Layout):
         """Scales that are themselves codes of a table, times scales of blocks of them, plus an offset."""
         codes, outer = pieces["weight.absmax"], pieces["weight.nested_absmax"].flatten()
         offset = state.get("nested_offset")
-        known = isinstance(offset, (int, float)) and math.isfinite(offset)
-        if state.get("nested_blocksize", _NESTED) != _NESTED or not known:
+        usual = state.get("nested_blocksize", _NESTED) == _NESTED
+        if not usual or not isinstance(offset, (int, float)) or not math.isfinite(offset):
             raise ModelError(
                 f"{name}: quant_state of nested_blocksize {state.get('nested_blocksize')}, nested_offset "
                 f"{offset} is not supported: quantize with bitsandbytes' defaults"

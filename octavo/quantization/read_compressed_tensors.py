@@ -48,6 +48,11 @@ def read_compressed_tensors(given: Mapping[str, Any], where: str) -> Quantizatio
     rules = tuple(
         _rule(name, group, whole, where) for name, group in (given.get("config_groups") or {}).items()
     )
+    if not rules and given.get("kv_cache_scheme"):
+        raise ModelError(
+            f"{where}: kv_cache_scheme without config_groups is not supported: use the unquantized "
+            "checkpoint with kv_cache_dtype"
+        )
     if not rules:
         raise ModelError(f"{where}: quantization_config has no config_groups: fetch the file again")
     return QuantizationConfig(

@@ -135,8 +135,8 @@ def choose_quantization(
 
 
 def choose_kv_dtype(config: EngineConfig, model: ModelConfig, quantization: QuantizationConfig | None) -> str:
-    """The type of the KV cache, as `build_model` takes it: `auto` is that of a checkpoint which has scales for
-    keys and values, but for what serves no cache in 8 bits; else the model's.
+    """The type of the KV cache, as `build_model` takes it: `auto` is that of a checkpoint which has scales
+    for keys and values, but for what serves no cache in 8 bits; else the model's.
 
     Args:
         config: the engine's settings.

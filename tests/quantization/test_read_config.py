@@ -191,6 +191,7 @@ def test_8_bits_that_are_multiplied() -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "x"}, "type='x'"),
         ({**COMPRESSED, "format": "marlin-24"}, "format 'marlin-24' of g is not supported: use"),
         ({**COMPRESSED, "config_groups": {}}, "has no config_groups"),
+        ({**COMPRESSED, "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, "with kv_cache_dtype"),
         ({**COMPRESSED, "config_groups": {"g": 5}}, "malformed quantization_config"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-bitmask"}}, "sparse weights"),
         ({**COMPRESSED, "ignore": ["re:["]}, "is no regular expression"),
