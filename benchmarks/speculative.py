@@ -6,7 +6,7 @@ Usage: python -m benchmarks.speculative [--parts repetitive random sweep] [--rou
 - repetitive: one request at a time, drafts by look-up (ngram) and by suffix; every round has its own texts,
   the same for all engines, so that nobody drafts from the answers of an earlier round.
 - random: words in no order, sampled at temperature 1; one request at a time, and 64 at once.
-- sweep: 1, 4, 16 and 64 requests at once: no drafts, 5 each, and as many as pay.
+- sweep: 1 to 256 requests at once: no drafts, 5 each, and as many as pay.
 
 All engines of a part are open at once and take turns, in another order each round. A ratio is the median of
 the rounds' ratios: of tokens per second, and of tokens per second of this process's CPU time, which says more
@@ -25,9 +25,12 @@ from typing import Any
 
 from benchmarks.speculative_work import WORKS, random_words
 from octavo import LLM, SamplingParams
+from octavo.bench.plot import Chart, Series, draw
 from octavo.planning.hardware import detect_cpu
 
 PAGE = Path(__file__).with_suffix(".md")
+PLOT = PAGE.with_name("speculative-concurrency.svg")
+SWEPT = (1, 4, 16, 64, 256)
 Config = dict[str, Any] | None
 Prompts = Callable[[int], list[str]]
 OFF = "off"
@@ -114,8 +117,10 @@ def adaptive(method: str, **given: Any) -> Config:
     return {"method": method, **given}
 
 
-def part(name: str, rounds: int, tokens: int, num_texts: int, settings: dict[str, Any]) -> Iterable[str]:
-    """The lines of one part's table."""
+def part(
+    name: str, rounds: int, tokens: int, num_texts: int, settings: dict[str, Any], chart: Chart
+) -> Iterable[str]:
+    """The lines of one part's table; those of the sweep go into the chart too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     if name == "repetitive":
         configs = {
@@ -144,11 +149,15 @@ def part(name: str, rounds: int, tokens: int, num_texts: int, settings: dict[str
             "ngram, adaptive": adaptive("ngram"),
         }
         makers = list(WORKS.values())
-        for at_once in (1, 4, 16, 64):
+        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in configs}
+        chart.series = [Series(name, points) for name, points in curves.items()]
+        for at_once in SWEPT:
             count = max(num_texts, at_once)
             prompts = lambda n, count=count: [makers[i % 3](100 * n + i) for i in range(count)]  # noqa: E731
-            label = f"all three, {at_once} at once"
-            yield from rows(label, compare(configs, prompts, greedy, at_once, rounds, settings))
+            found = compare(configs, prompts, greedy, at_once, rounds, settings)
+            for engine, points in curves.items():
+                points.append((float(at_once), statistics.median(found[engine].rates)))
+            yield from rows(f"all three, {at_once} at once", found)
 
 
 PARTS = ("repetitive", "random", "sweep")
@@ -175,8 +184,10 @@ def main() -> None:
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--write", action="store_true", help="into benchmarks/speculative.md")
     args = parser.parse_args()
-    settings = {"model": args.model, "device": "cpu", "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 29}
+    # A cache that holds all requests at once: what less costs is benchmarks/speculative_memory.py's.
+    settings = {"model": args.model, "device": "cpu", "max_model_len": 2048, "kv_cache_memory_bytes": 3 << 30}
     cpu = detect_cpu()
+    chart = Chart("Throughput", "requests at once", "output tokens a second")
     for name in args.parts:
         lines = [
             f"{cpu.model}, {cpu.usable_cores} cores; {args.model or 'SmolLM2-135M-Instruct (Q4_1)'}; "
@@ -186,11 +197,15 @@ def main() -> None:
             "|---|---|---|---|---|---|---|",
         ]
         print("\n".join(lines), flush=True)
-        for line in part(name, args.rounds, args.tokens, args.texts, settings):
+        for line in part(name, args.rounds, args.tokens, args.texts, settings, chart):
             lines.append(line)
             print(line, flush=True)
         if args.write:
             write(name, lines)
+    if args.write and chart.series:
+        model = args.model or "SmolLM2-135M-Instruct"
+        caption = f"{model}, work that repeats itself, {args.tokens} tokens an answer"
+        PLOT.write_text(draw([chart], caption), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -86,11 +86,11 @@ class ThreadClient(CoreClient):
         self._thread.join()
 
     def _run(self, config: EngineConfig, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        settle_libraries()
-        from octavo.engine.cores import make_core  # loads the workers' libraries
-        from octavo.engine.loop import run_core
-
         try:
+            settle_libraries()
+            from octavo.engine.cores import make_core  # loads the workers' libraries
+            from octavo.engine.loop import run_core
+
             core = make_core(config)
         except BaseException as error:
             self._started.put(error)

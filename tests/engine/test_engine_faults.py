@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
+from octavo import LLM
 from octavo.async_llm import AsyncLLM
 from octavo.engine import mailbox, restarts
 from octavo.engine.mailbox import Mailbox
@@ -249,3 +250,12 @@ def test_mailboxes(merges):
         assert str(await reader) == "late"
 
     asyncio.run(main())
+
+
+def test_libraries_that_cannot_be_loaded_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("libtorch.so: cannot open shared object file")
+
+    monkeypatch.setattr("octavo.engine.client.settle_libraries", broken)
+    with pytest.raises(ImportError, match=r"libtorch\.so"):
+        LLM(str(tiny.checkpoint("llama")), device="cpu")
