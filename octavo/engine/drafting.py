@@ -113,7 +113,7 @@ class Drafting(ABC):
         """A step took so long, its result included."""
         self.adaptation.passed(seconds)
         drafts = 0 if plan.num_drafts is None else plan.num_drafts
-        if plan.samples.all() and not plan.admissions and (plan.num_rows == 1 + drafts).all():
+        if plan.samples.all() and not plan.admissions and not result.recorded and (plan.num_rows == 1 + drafts).all():
             self.adaptation.times.add(plan.total_rows, seconds - result.draft_seconds)
 
     def enter(self, request: Request) -> None:
@@ -148,6 +148,8 @@ class HostDrafting(Drafting):
         known = slots.num_known[run]
         chosen = np.flatnonzero((rows == 1) & (slots.num_tokens[run] == known))
         room = slots.max_total[run] - known - 1
+        if not (room[chosen] > 0).any():
+            return
         begin = time.thread_time()  # whatever else the machine does meanwhile
         counts, own = [], []
         for i in chosen[room[chosen] > 0].tolist():
@@ -156,16 +158,12 @@ class HostDrafting(Drafting):
             if count:
                 own.append(i)
                 counts.append(count)
-        if not len(chosen):
-            return
-        seconds = time.thread_time() - begin
-        if not own:  # the common case where text doesn't repeat: nothing to weigh
-            self.adaptation.found_nothing(seconds)
-            return
-        places, most = np.array(own, np.int64), min(budget, max(0, self.max_rows - len(run)))
-        granted = self._grant(run[places], np.array(counts, np.int64), int(rows.sum()), most, seconds)
-        slots.num_drafts[run[places]] = granted
-        rows[places] += granted.astype(np.int32)
+        if own:
+            places, most = np.array(own, np.int64), min(budget, max(0, self.max_rows - len(run)))
+            granted = self._grant(run[places], np.array(counts, np.int64), int(rows.sum()), most)
+            slots.num_drafts[run[places]] = granted
+            rows[places] += granted.astype(np.int32)
+        self.adaptation.proposed(time.thread_time() - begin)
 
     def _propose_one(self, slot: int, known: int, most: int) -> int:
         request = self.slots.at(slot)
@@ -180,12 +178,12 @@ class HostDrafting(Drafting):
         self.kinds[slot] = proposal.kind
         return count
 
-    def _grant(self, own: np.ndarray, counts: np.ndarray, rows: int, most: int, seconds: float) -> np.ndarray:
+    def _grant(self, own: np.ndarray, counts: np.ndarray, rows: int, most: int) -> np.ndarray:
         """How many of each one's drafts are judged, int64 `[n]`."""
         if self.adaptive:
             odds = self.adaptation.acceptance.odds(own, self.kinds[own])
             odds[np.arange(self.most) >= counts[:, None]] = 0.0
-            return self.adaptation.choose(odds, rows, most, seconds)
+            return self.adaptation.choose(odds, rows, most)
         before = np.cumsum(counts) - counts
         return np.clip(most - before, 0, counts)
 

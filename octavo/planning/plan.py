@@ -36,7 +36,7 @@ from octavo.speculative_config import WHOLE_MODELS
 from octavo.worker.device import DTYPES, choose_dtype, choose_kv_dtype, choose_quantization
 from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
-from octavo.worker.recorded_steps import MOST_REQUESTS, MOST_ROWS
+from octavo.worker.recorded_steps import MOST_ROWS
 
 # What a CUDA context and PyTorch's libraries take of a card before anything is loaded.
 _CONTEXT = 600 * budget.MIB
@@ -384,9 +384,7 @@ class Planner:
             return self._graph_bytes(config, itemsize, ranks)
         if ranks > 1:
             return 0
-        rows = min(config.max_num_seqs, MOST_REQUESTS)
-        if config.speculative is not None:
-            rows = MOST_ROWS
+        rows = MOST_ROWS if config.speculative is not None else min(config.max_num_seqs, MOST_ROWS)
         nbytes = recorded_bytes(self.model, rows, itemsize)
         if self._draft_planner is not None and config.speculative is not None and config.speculative.model:
             nbytes += recorded_bytes(self._draft_planner.model, rows, itemsize)

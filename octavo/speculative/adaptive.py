@@ -29,7 +29,8 @@ class Adaptation:
         self.times = StepTimes()
         self._credit = 0.0  # seconds
         self._step = 0.0  # seconds of a step, of late
-        self._proposing = 0.0  # the same of making proposals
+        self._proposing = 0.0  # the same of making proposals and choosing among them
+        self._pays = False  # what was chosen last
 
     @property
     def awake(self) -> bool:
@@ -50,21 +51,21 @@ class Adaptation:
         self._step += (_FADE if self._step else 1.0) * (seconds - self._step)
         self._credit = min(_MOST_CREDIT * self._step, self._credit + _SHARE * seconds)
 
-    def found_nothing(self, proposing: float) -> None:
-        """No draft was found for anybody, in so many seconds."""
-        self._proposing += _FADE * (proposing - self._proposing)
-        self._credit -= proposing
+    def proposed(self, seconds: float) -> None:
+        """Making proposals for a step and choosing among them (if there were any) took so long."""
+        self._proposing += _FADE * (seconds - self._proposing)
+        if not self._pays:
+            self._credit -= seconds
+        self._pays = False
 
-    def choose(self, odds: np.ndarray, rows: int, most: int, proposing: float) -> np.ndarray:
+    def choose(self, odds: np.ndarray, rows: int, most: int) -> np.ndarray:
         """How many drafts of each request to judge, int64 `[n]`.
 
         Args:
             odds: float64 `[n, k]`, that a draft stands with all before it; 0 where there is none.
             rows: of the step without drafts.
             most: drafts in all.
-            proposing: seconds that making them took.
         """
-        self._proposing += _FADE * (proposing - self._proposing)
         ranked = np.sort(odds, axis=None)[::-1]
         ranked = ranked[: min(most, int(np.count_nonzero(ranked)))]
         best = 0
@@ -75,14 +76,12 @@ class Adaptation:
             best = int(rates.argmax())
             if rates[best] <= tokens[0] / seconds[0]:
                 best = 0
+            self._pays = best > 0
             if not best:
                 # Measured anew from time to time, however it looks: what is known may be old.
                 extra = seconds - seconds[0]
                 best = int(np.searchsorted(extra, self._credit, side="right")) - 1
-                proposing += extra[best]
-                self._credit -= proposing
-        else:
-            self._credit -= proposing
+                self._credit -= extra[best]
         if not best:
             return np.zeros(len(odds), np.int64)
         return (odds >= ranked[best - 1]).sum(axis=1)

@@ -44,7 +44,7 @@ class DraftRunner(DraftTables):
     ):
         super().__init__(groups, pages, runner, max_rows=max_rows, **sizes)
         self._model, self.max_rows = model, max_rows
-        self.recorded = RecordedSteps(model, self.kv_caches) if records else None
+        self.recorded = RecordedSteps(model, self.batch, self.kv_caches) if records else None
 
     def set_computed(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
         """See `DraftForward`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -241,6 +241,21 @@ class InputBatch:
             self._shared_tokens = tokens
         return plan.shared_blocks
 
+    def widened(self, inputs: StepInputs) -> list[AttentionMetadata]:
+        """`inputs.meta` on a CPU for as many requests as the step's rows may belong to: those beyond its own have
+        no rows. What reads it serves every other step of so many rows, too."""
+        most = min(inputs.meta[0].num_rows, len(self._slots))
+        return [
+            replace(
+                meta,
+                query_start=self._starts[: most + 1],
+                seq_lens=self._seq_lens[:most],
+                block_table=rows[:most],
+                num_requests=most,
+            )
+            for meta, rows in zip(inputs.meta, self._block_rows, strict=True)
+        ]
+
     def fill(self, inputs: StepInputs) -> None:
         """Gather the inputs from the tables as they are when the device gets there; count the rows."""
         columns = -(-inputs.meta[0].max_seq_len // self.block_size)
@@ -355,6 +370,8 @@ class InputBatch:
         self._slots[:size].copy_(slots_d)
         self._append_slots[:size].copy_(append_d)
         self._starts[: size + 1].copy_(starts_d)
+        if self.device.type == "cpu":
+            self._starts[size + 1 :].fill_(total)  # for `widened`
         for mapping in self._slot_mappings:
             mapping[rows:total].fill_(-1)
         slots_view, seq_lens = self._slots[:size], self._seq_lens[:size]

@@ -96,7 +96,7 @@ class ModelRunner:
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
             self.verdicts = Verdicts(self.batch, self.verifier, self.graphs.recorder, max_drafts)
-        self.recorded = RecordedSteps(model, kv_caches) if records else None
+        self.recorded = RecordedSteps(model, self.batch, kv_caches) if records else None
         self._transfer = TokenTransfer(max_num_seqs * (2 + max_drafts), device)
         self._lending = Lending() if device.type == "cpu" else None
         self.draft: StepDrafter | None = None
@@ -126,6 +126,7 @@ class ModelRunner:
         hidden: torch.Tensor | None = None
         logits: torch.Tensor | None
         timer: DeviceTimer | None = None
+        fresh = False
         if self.graphs is not None and padding is not None:
             timer = self._receive()
             rows, greedy = self.graphs.run(inputs)
@@ -146,6 +147,7 @@ class ModelRunner:
             timer, begin = self._receive(), time.perf_counter()
             if self.recorded is not None and self.recorded.takes(plan, inputs):
                 logits = self.recorded.run(inputs)
+                fresh = self.recorded.fresh
             else:
                 hidden, logits = self._forward(plan, inputs)
             self.forward_seconds += time.perf_counter() - begin
@@ -169,10 +171,12 @@ class ModelRunner:
                 return sampled
 
             launched = LaunchedStep(plan, inputs.sample_requests, draw, packed, self._transfer)
+            launched.recorded = fresh
             self._pass_on(None, launched, timer)
             return launched
         sampled = self._sample(plan, inputs, rows)
         launched = LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
+        launched.recorded = fresh
         self._pass_on(sampled, launched, timer)
         self._draft_after(plan, inputs, sampled, launched)
         return launched
@@ -320,6 +324,7 @@ class LaunchedStep:
         self._drafted: tuple[np.ndarray, torch.Tensor, torch.Tensor] | None = None
         self._drafted_event: torch.cuda.Event | None = None
         self.timer: DeviceTimer | None = None  # of a pipeline stage's part of the step
+        self.recorded = False  # see `StepResult`
         self._draw = None
         if callable(sampled):
             self._draw = sampled
@@ -385,6 +390,7 @@ class LaunchedStep:
             result.drafted[requests], result.products[requests] = made.numpy(), products.numpy()
         if self.timer is not None:
             result.stage_seconds = self.timer.seconds()
+        result.recorded = self.recorded
         result.logprobs = self._unpack_logprobs(n)
         result.prompt_logprobs = self._unpack_prompt(n)
         return result

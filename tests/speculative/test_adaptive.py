@@ -59,7 +59,8 @@ def simulate(rate: float, cost: float, steps: int, requests: int = 1, most: int 
         if adaptation.awake:
             proposing = 20e-6 * requests
             odds = adaptation.acceptance.odds(slots, kinds)
-            counts = adaptation.choose(odds, requests, requests * most, proposing)
+            counts = adaptation.choose(odds, requests, requests * most)
+            adaptation.proposed(proposing)
         stood = np.array([int(np.cumprod(rng.random(c) < rate).sum()) for c in counts])
         if counts.any():
             some = counts > 0
