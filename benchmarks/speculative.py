@@ -3,8 +3,9 @@ text that doesn't.
 
 Usage: python -m benchmarks.speculative [--parts repetitive random sweep] [--rounds N] [--texts N] [--write]
 
-- repetitive: one request at a time, drafts by look-up (ngram) and by suffix; every round has its own texts,
-  the same for all engines, so that nobody drafts from the answers of an earlier round.
+- repetitive: one request at a time, drafts by look-up (ngram) and by suffix, with the file's 4-bit weights and
+  in 16 bits; every round has its own texts, the same for all engines, so that nobody drafts from the answers of
+  an earlier round.
 - random: words in no order, sampled at temperature 1; one request at a time, and 64 at once.
 - sweep: 1 to 256 requests at once: no drafts, 5 each, and as many as pay.
 
@@ -42,19 +43,24 @@ class Measured:
 
     Attributes:
         rates, cpu_rates: tokens per second, and per second of CPU time, by round.
+        later_rates: tokens after the first one of each request, per second after that.
         drafted, accepted: tokens, in all.
     """
 
     rates: list[float] = field(default_factory=list)
     cpu_rates: list[float] = field(default_factory=list)
+    later_rates: list[float] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
 
-    def ratios(self, plain: Measured) -> tuple[float, float]:
-        """Medians of both rates over those of the same rounds without drafts."""
-        rates = zip(self.rates, plain.rates, strict=True)
-        cpu_rates = zip(self.cpu_rates, plain.cpu_rates, strict=True)
-        return statistics.median(a / b for a, b in rates), statistics.median(a / b for a, b in cpu_rates)
+    def ratios(self, plain: Measured) -> list[float]:
+        """Medians of all three rates over those of the same rounds without drafts."""
+        pairs = (
+            (self.rates, plain.rates),
+            (self.later_rates, plain.later_rates),
+            (self.cpu_rates, plain.cpu_rates),
+        )
+        return [statistics.median(a / b for a, b in zip(*pair, strict=True)) for pair in pairs]
 
 
 def compare(
@@ -83,15 +89,20 @@ def compare(
                 before = llm.stats()
                 llm.reset_prefix_cache()
                 begin, cpu_begin, tokens = time.perf_counter(), time.process_time(), 0
+                later, later_seconds = 0, 0.0
                 for first in range(0, len(texts), at_once):
                     outputs = llm.generate(texts[first : first + at_once], params, use_tqdm=False)
-                    tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+                    for output in outputs:
+                        count = len(output.outputs[0].token_ids)
+                        tokens, later = tokens + count, later + count - 1
+                        later_seconds += output.metrics.last_token_time - output.metrics.first_token_time
                 seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
                 if not number:
                     continue
                 after = llm.stats()
                 measured.rates.append(tokens / seconds)
                 measured.cpu_rates.append(tokens / cpu_seconds)
+                measured.later_rates.append(later / later_seconds)
                 measured.drafted += after.spec_draft_tokens - before.spec_draft_tokens
                 measured.accepted += after.spec_accepted_tokens - before.spec_accepted_tokens
         return found
@@ -105,11 +116,11 @@ def rows(label: str, found: dict[str, Measured]) -> Iterable[str]:
     for name, measured in found.items():
         rate = f"{statistics.median(measured.rates):.1f}"
         if name == OFF:
-            yield f"| {label} | {name} | {rate} | | | | |"
+            yield f"| {label} | {name} | {rate} | | | | | |"
             continue
         share = f"{measured.accepted / measured.drafted:.0%}" if measured.drafted else ""
-        ratio, cpu_ratio = measured.ratios(found[OFF])
-        yield f"| {label} | {name} | {rate} | {ratio:.2f} | {cpu_ratio:.2f} | {measured.drafted} | {share} |"
+        ratios = " | ".join(f"{ratio:.2f}" for ratio in measured.ratios(found[OFF]))
+        yield f"| {label} | {name} | {rate} | {ratios} | {measured.drafted} | {share} |"
 
 
 def adaptive(method: str, **given: Any) -> Config:
@@ -130,9 +141,13 @@ def part(
             "suffix, always": {"method": "suffix", "adaptive": False},
             "suffix, adaptive": adaptive("suffix"),
         }
-        for work, make in WORKS.items():
-            prompts = lambda n, make=make: [make(100 * n + i) for i in range(num_texts)]  # noqa: E731
-            yield from rows(work, compare(configs, prompts, greedy, 1, rounds, settings))
+        for weights, quantization in (("as in the file", None), ("16 bits", "none")):
+            for work, make in WORKS.items():
+                prompts = lambda n, make=make: [make(100 * n + i) for i in range(num_texts)]  # noqa: E731
+                found = compare(
+                    configs, prompts, greedy, 1, rounds, {**settings, "quantization": quantization}
+                )
+                yield from rows(f"{work}, {weights}", found)
     elif name == "random":
         drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True)
         for at_once in (1, 64):
@@ -193,8 +208,8 @@ def main() -> None:
             f"{cpu.model}, {cpu.usable_cores} cores; {args.model or 'SmolLM2-135M-Instruct (Q4_1)'}; "
             f"{args.tokens} tokens an answer, {args.texts} texts a round, medians of {args.rounds} rounds.",
             "",
-            "| work | drafts | tokens/s | ratio | ratio by CPU time | tokens drafted | stood |",
-            "|---|---|---|---|---|---|---|",
+            "| work | drafts | tokens/s | ratio | after the first token | by CPU time | drafted | stood |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         print("\n".join(lines), flush=True)
         for line in part(name, args.rounds, args.tokens, args.texts, settings, chart):

@@ -113,7 +113,12 @@ class Drafting(ABC):
         """A step took so long, its result included."""
         self.adaptation.passed(seconds)
         drafts = 0 if plan.num_drafts is None else plan.num_drafts
-        if plan.samples.all() and not plan.admissions and not result.recorded and (plan.num_rows == 1 + drafts).all():
+        if (
+            plan.samples.all()
+            and not plan.admissions
+            and not result.recorded
+            and (plan.num_rows == 1 + drafts).all()
+        ):
             self.adaptation.times.add(plan.total_rows, seconds - result.draft_seconds)
 
     def enter(self, request: Request) -> None:

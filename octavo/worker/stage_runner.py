@@ -46,7 +46,9 @@ class StageRunner:
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = _StageGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
-        self.recorded = RecordedSteps(model, self.batch, kv_caches, lambda stream: stream) if records else None
+        self.recorded = (
+            RecordedSteps(model, self.batch, kv_caches, lambda stream: stream) if records else None
+        )
         self.forward_seconds = 0.0  # host time inside the model's forward, for measurements
 
     @torch.inference_mode()
