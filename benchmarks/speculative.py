@@ -3,9 +3,9 @@ text that doesn't.
 
 Usage: python -m benchmarks.speculative [--parts repetitive random sweep] [--rounds N] [--texts N] [--write]
 
-- repetitive: one request at a time, drafts by look-up (ngram) and by suffix, with the file's 4-bit weights and
-  in 16 bits; every round has its own texts, the same for all engines, so that nobody drafts from the answers of
-  an earlier round.
+- repetitive: one request at a time, drafts by look-up (ngram) and by suffix, with the file's 4-bit weights
+  and in 16 bits; every round has its own texts, the same for all engines, so that nobody drafts from the
+  answers of an earlier round.
 - random: words in no order, sampled at temperature 1; one request at a time, and 64 at once.
 - sweep: 1 to 256 requests at once: no drafts, 5 each, and as many as pay.
 

@@ -113,12 +113,8 @@ class Drafting(ABC):
         """A step took so long, its result included."""
         self.adaptation.passed(seconds)
         drafts = 0 if plan.num_drafts is None else plan.num_drafts
-        if (
-            plan.samples.all()
-            and not plan.admissions
-            and not result.recorded
-            and (plan.num_rows == 1 + drafts).all()
-        ):
+        usual = not plan.admissions and not result.recorded
+        if usual and plan.samples.all() and (plan.num_rows == 1 + drafts).all():
             self.adaptation.times.add(plan.total_rows, seconds - result.draft_seconds)
 
     def enter(self, request: Request) -> None:

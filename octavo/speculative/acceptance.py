@@ -15,8 +15,8 @@ class Acceptance:
     """Counts, with a fading memory, how many drafts that were judged stood.
 
     A draft is judged if all before it stood. `rate[kind, j]` is the share of judged drafts at position j that
-    stood, and what is expected of a request that has none behind it; its own of late come to weigh more. Of a sort
-    of which little is known yet is expected what all sorts together told.
+    stood, and what is expected of a request that has none behind it; its own of late come to weigh more. Of a
+    sort of which little is known yet is expected what all sorts together told.
     """
 
     def __init__(self, num_slots: int, num_kinds: int, most: int):

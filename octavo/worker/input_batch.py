@@ -242,8 +242,8 @@ class InputBatch:
         return plan.shared_blocks
 
     def widened(self, inputs: StepInputs) -> list[AttentionMetadata]:
-        """`inputs.meta` on a CPU for as many requests as the step's rows may belong to: those beyond its own have
-        no rows. What reads it serves every other step of so many rows, too."""
+        """`inputs.meta` on a CPU for as many requests as the step's rows may belong to: those beyond its own
+        have no rows. What reads it serves every other step of so many rows, too."""
         most = min(inputs.meta[0].num_rows, len(self._slots))
         return [
             replace(

@@ -15,18 +15,18 @@ from octavo.worker.input_batch import InputBatch, StepInputs
 
 logger = logging.getLogger(__name__)
 
-# Of the largest step that is recorded. Beyond some rows the Python between the kernels, the same for any number,
-# doesn't count.
+# Of the largest step that is recorded. Beyond some rows the Python between the kernels, the same for any
+# number, doesn't count.
 MOST_ROWS = 64
 
 
 class RecordedSteps:
     """Owns the recordings of steps of which every row yields a token, by the number of rows.
 
-    Such a step reads the batch's buffers, which lie where they are; only their contents differ, which tell whose
-    rows they are, too. A model that does more than kernels and plain products (experts chosen on the host,
-    attention that has no kernels) is found out at its first step, which is right all the same, and goes on
-    without.
+    Such a step reads the batch's buffers, which lie where they are; only their contents differ, which tell
+    whose rows they are, too. A model that does more than kernels and plain products (experts chosen on the
+    host, attention that has no kernels) is found out at its first step, which is right all the same, and goes
+    on without.
 
     Attributes:
         fresh: whether the last step that was run was recorded, too, for which it took longer.
