@@ -1,13 +1,14 @@
 """Speculation against plain decoding: tokens per second, engines in turn, on work that repeats itself and on
 text that doesn't.
 
-Usage: python -m benchmarks.speculative [--parts repetitive random sweep] [--rounds N] [--texts N] [--write]
+Usage: python -m benchmarks.speculative [--parts repetitive random sweep] [--rounds N] [--at-once N] [--write]
 
 - repetitive: one request at a time, drafts by look-up (ngram) and by suffix, with the file's 4-bit weights
   and in 16 bits; every round has its own texts, the same for all engines, so that nobody drafts from the
   answers of an earlier round.
 - random: words in no order, sampled at temperature 1; one request at a time, and 64 at once.
-- sweep: 1 to 256 requests at once: no drafts, 5 each, and as many as pay.
+- sweep: 1 to 256 requests at once (`--at-once`), three times as many in all, whose prompts are in the prefix
+  cache: no drafts, 5 each, and as many as pay.
 
 All engines of a part are open at once and take turns, in another order each round. A ratio is the median of
 the rounds' ratios: of tokens per second, and of tokens per second of this process's CPU time, which says more
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from octavo.planning.hardware import detect_cpu
 
 PAGE = Path(__file__).with_suffix(".md")
 PLOT = PAGE.with_name("speculative-concurrency.svg")
-SWEPT = (1, 4, 16, 64, 256)
 Config = dict[str, Any] | None
 Prompts = Callable[[int], list[str]]
 OFF = "off"
@@ -65,21 +65,24 @@ class Measured:
 
 def compare(
     configs: dict[str, Config], prompts: Prompts, params: SamplingParams, at_once: int, rounds: int,
-    settings: dict[str, Any],
+    settings: dict[str, Any], cached: bool = False,
 ) -> dict[str, Measured]:  # fmt: skip
     """Measure engines in turn.
 
     Args:
         configs: `speculative_config` of each engine.
         prompts: texts of a round.
-        at_once: requests that run at the same time.
+        at_once: requests that are given at the same time.
         rounds: that count; one more comes before.
         settings: of all engines.
+        cached: the prompts are in the prefix cache, and are the same in every round.
     """
     engines: dict[str, LLM] = {}
     try:
         for name, config in configs.items():
             engines[name] = LLM(**settings, speculative_config=config)
+            if cached:
+                engines[name].generate(prompts(0), params.clone(max_tokens=1), use_tqdm=False)
         found = {name: Measured() for name in engines}
         for number in range(rounds + 1):
             texts = prompts(number)
@@ -87,7 +90,8 @@ def compare(
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 llm, measured = engines[name], found[name]
                 before = llm.stats()
-                llm.reset_prefix_cache()
+                if not cached:
+                    llm.reset_prefix_cache()
                 begin, cpu_begin, tokens = time.perf_counter(), time.process_time(), 0
                 later, later_seconds = 0, 0.0
                 for first in range(0, len(texts), at_once):
@@ -129,8 +133,9 @@ def adaptive(method: str, **given: Any) -> Config:
 
 
 def part(
-    name: str, rounds: int, tokens: int, num_texts: int, settings: dict[str, Any], chart: Chart
-) -> Iterable[str]:
+    name: str, rounds: int, tokens: int, num_texts: int, swept: Sequence[int], settings: dict[str, Any],
+    chart: Chart,
+) -> Iterable[str]:  # fmt: skip
     """The lines of one part's table; those of the sweep go into the chart too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     if name == "repetitive":
@@ -166,10 +171,12 @@ def part(
         makers = list(WORKS.values())
         curves: dict[str, list[tuple[float, float]]] = {name: [] for name in configs}
         chart.series = [Series(name, points) for name, points in curves.items()]
-        for at_once in SWEPT:
-            count = max(num_texts, at_once)
-            prompts = lambda n, count=count: [makers[i % 3](100 * n + i) for i in range(count)]  # noqa: E731
-            found = compare(configs, prompts, greedy, at_once, rounds, settings)
+        for at_once in swept:
+            texts = 3 * [makers[i % 3](i) for i in range(max(num_texts, at_once))]
+            closed = {**settings, "max_num_seqs": at_once}
+            found = compare(
+                configs, lambda _, texts=texts: texts, greedy, len(texts), rounds, closed, cached=True
+            )
             for engine, points in curves.items():
                 points.append((float(at_once), statistics.median(found[engine].rates)))
             yield from rows(f"all three, {at_once} at once", found)
@@ -196,6 +203,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="that count; one more comes before")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--texts", type=int, default=3, help="of a round, at least")
+    parser.add_argument(
+        "--at-once", nargs="+", type=int, default=[1, 4, 16, 64, 256], metavar="N", help="of the sweep"
+    )
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--write", action="store_true", help="into benchmarks/speculative.md")
     args = parser.parse_args()
@@ -212,7 +222,7 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|",
         ]
         print("\n".join(lines), flush=True)
-        for line in part(name, args.rounds, args.tokens, args.texts, settings, chart):
+        for line in part(name, args.rounds, args.tokens, args.texts, args.at_once, settings, chart):
             lines.append(line)
             print(line, flush=True)
         if args.write:
