@@ -25,6 +25,7 @@ from octavo.planning.cards import CARDS, find_card
 from octavo.planning.ledger import DEVICE_KINDS, KINDS, gib, kv_fit
 from octavo.planning.machines import planned_machine
 from octavo.planning.plan import Layout, Machine, Planner, machine_of
+from octavo.worker.recorded_steps import MOST_ROWS
 from octavo.worker.worker import Worker
 from tests import real_models, tiny
 from tests.tiny import pard
@@ -323,7 +324,7 @@ def test_draft_models_take_what_was_planned(variant: str, draft: str, settings: 
     check_measured(model=str(tiny.checkpoint(variant)), speculative_config=more, **rest)
 
 
-@pytest.mark.parametrize("max_num_seqs", [3, 40])
+@pytest.mark.parametrize("max_num_seqs", [3, 40, 70])
 def test_recorded_steps_take_what_was_planned(max_num_seqs: int):
     if not cpu_kernels.available():
         pytest.skip("no CPU kernels")
@@ -333,7 +334,7 @@ def test_recorded_steps_take_what_was_planned(max_num_seqs: int):
     plan = Planner(configured_model(config)).plan(config, planned_machine("cpu", None))
     few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
     with LLM(model, device="cpu", skip_tokenizer_init=True, num_threads=1, **settings) as llm:
-        llm.generate([tiny.PROMPTS[i % 3] for i in range(min(max_num_seqs, 16))], few, use_tqdm=False)
+        llm.generate([tiny.PROMPTS[i % 3] for i in range(min(max_num_seqs, MOST_ROWS))], few, use_tqdm=False)
         assert plan.ledger.held["graphs"] == pytest.approx(llm.stats().graph_bytes, rel=0.2)
     eager = Planner(configured_model(config)).plan(
         EngineConfig(model=model, device="cpu", enforce_eager=True, **settings), planned_machine("cpu", None)
