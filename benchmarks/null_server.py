@@ -19,7 +19,8 @@ from typing import Any
 from octavo.async_llm import AsyncLLM
 from octavo.bench.null_engine import NullLLM
 from octavo.cli.serve import add_arguments
-from octavo.config import EngineConfig, config_from_args
+from octavo.config import EngineConfig
+from octavo.config_options import config_from_args
 from octavo.errors import OctavoError
 from octavo.log import configure_logging
 from octavo.outputs import RequestOutput

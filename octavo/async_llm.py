@@ -206,6 +206,11 @@ class AsyncLLM:
         """Sampling settings of a request that brings none."""
         return self._processor.default_params()
 
+    @property
+    def most_output_tokens(self) -> int | None:
+        """Most tokens of a server's answer, by the generation config (`max_new_tokens`); None: any number."""
+        return self._processor.most_output_tokens
+
     async def generate(
         self,
         prompt: Prompt,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from octavo.config import EngineConfig, add_config_arguments, config_from_args, make_config
+from octavo.config import EngineConfig, make_config
+from octavo.config_options import add_config_arguments, config_from_args
 
 
 class EngineArgs(EngineConfig):

@@ -6,6 +6,7 @@ import json
 import math
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -34,18 +35,29 @@ def parse_amount(text: str, unit: str) -> int | str:
     return int(value)
 
 
-def json_object(name: str, given: Any) -> dict[str, Any] | None:
+def json_object(name: str, given: Any, files: bool = False) -> dict[str, Any] | None:
     """A dictionary, or its JSON; None if it is empty.
+
+    Args:
+        files: text that does not begin as an object is the path of a file of one.
 
     Raises:
         ConfigError: something else.
     """
+    text = given
+    if files and isinstance(given, str) and not given.lstrip().startswith("{"):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name with a NUL
+            raise ConfigError(
+                f"{name}={given[:100]!r} is neither a JSON object nor a readable file ({error})"
+            ) from None
     try:
-        value = json.loads(given) if isinstance(given, str) else given
+        value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}={given[:100]!r} is not JSON ({error})") from None
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{name}={str(value)[:100]!r} is not valid: give a JSON object")
+        raise ConfigError(f"{name}={str(given)[:100]!r} is not valid: give a JSON object")
     return value or None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from octavo.config import make_config, setting, validate
 from octavo.errors import ConfigError
+from octavo.setting_values import json_object
 from octavo.speculative.synthetic import from_length, from_marginals, parse_rates, show_rates
 
 METHODS: dict[str, str] = {
@@ -196,7 +196,7 @@ def read_speculative_config(
     Raises:
         ConfigError: an unknown field or method, a bad value, or two values of one field.
     """
-    values = {} if given is None else dict(given) if isinstance(given, dict) else _parse(given)
+    values = dict(json_object("speculative_config", given, files=True) or {})
     for name, value in (
         ("model", model),
         ("num_speculative_tokens", num_tokens),
@@ -253,21 +253,3 @@ def describe_fields() -> str:
         if spec.name == "method":
             lines += [f"      {name}: {text}" for name, text in METHODS.items()]
     return "\n".join(lines)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    path = Path(text)
-    if not text.lstrip().startswith("{"):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"speculative_config={str(path)!r} is neither a JSON object nor a readable file ({error})"
-            ) from None
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"speculative_config is not JSON ({error}): {text[:100]!r}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"speculative_config={text[:100]!r} is not a JSON object")
-    return values

@@ -222,7 +222,6 @@ ENGINE = _table(
         "rope_theta": Foreign("a field of hf_overrides", becomes=_override("rope_theta")),
     },
     _refused("give dtype", "override_attention_dtype"),
-    _refused("edit the generation_config.json of a local copy", "override_generation_config"),
     _same(
         "files are mapped and read ahead",
         "ignore_patterns max_parallel_loading_workers pt_load_map_location safetensors_load_strategy "
@@ -280,7 +279,6 @@ ENGINE = _table(
     ),
     # KV cache and schedule.
     {"enable_chunked_prefill": Foreign(_CHUNKS, flag=True, becomes=_chunked_prefill)},
-    _refused("give the cache's size as kv_cache_memory_bytes", "num_gpu_blocks_override"),
     _refused("windows are always used: lower max_model_len to the window", "disable_sliding_window?"),
     _same("layers of all kinds share one pool", "disable_hybrid_kv_cache_manager?"),
     _refused("host memory is the one place: give kv_offloading_size", "kv_offloading_backend", "native"),

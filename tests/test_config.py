@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from octavo.config import EngineConfig, add_config_arguments, config_from_args
+from octavo.config import EngineConfig
+from octavo.config_options import add_config_arguments, config_from_args
 from octavo.errors import ConfigError
 
 WORDS = [

@@ -10,7 +10,8 @@ import pytest
 
 from octavo.cli.arguments import normalized
 from octavo.cli.main import build_parser, main
-from octavo.config import EngineConfig, config_from_args, foreign_settings, make_config
+from octavo.config import EngineConfig, foreign_settings, make_config
+from octavo.config_options import config_from_args
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
@@ -144,8 +145,6 @@ def test_what_asks_for_nothing_is_taken_silently(caplog):
     [
         (dict(hf_overrides="[1]"), "hf_overrides='[1]' is not valid: give a JSON object"),
         (dict(rope_theta=1e4, hf_overrides={"rope_theta": 2}), "rope_theta and hf_overrides say two things"),
-        (dict(override_generation_config={"top_k": 1}), "edit the generation_config.json"),
-        (dict(num_gpu_blocks_override=100), "give the cache's size as kv_cache_memory_bytes"),
         (dict(enable_chunked_prefill=False), "raise max_num_batched_tokens to max_model_len"),
         (dict(kv_transfer_config='{"kv_role": "kv_both"}'), "instances exchange no KV"),
         (dict(max_lora_rank=8), "max_lora_rank=8 is not supported: this version serves no adapters"),

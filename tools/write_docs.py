@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from octavo.cli.sampling_args import field_docs
-from octavo.config import EngineConfig, foreign_settings, only_note
+from octavo.config import EngineConfig, foreign_settings
+from octavo.config_options import only_note
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.vllm_names import FORMS, SAMPLING, SHORT, Foreign

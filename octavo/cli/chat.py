@@ -14,7 +14,8 @@ MAX_TOKENS = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from octavo.cli.sampling_args import add_sampling_arguments
-    from octavo.config import EngineConfig, add_config_arguments
+    from octavo.config import EngineConfig
+    from octavo.config_options import add_config_arguments
 
     parser.add_argument("--system", metavar="TEXT", help="A system message at the conversation's beginning.")
     parser.add_argument(
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo.cli.chat_session import ChatSession, check_settings
     from octavo.cli.sampling_args import sampling_values
     from octavo.cli.terminal import Terminal
-    from octavo.config import EngineConfig, config_from_args
+    from octavo.config import EngineConfig
+    from octavo.config_options import config_from_args
 
     # Everything that can be wrong with the command line is told before a model is loaded.
     values, defaults = sampling_values(args), {"max_tokens": MAX_TOKENS}

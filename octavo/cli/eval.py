@@ -20,7 +20,8 @@ SAME_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from octavo.config import EngineConfig, add_config_arguments
+    from octavo.config import EngineConfig
+    from octavo.config_options import add_config_arguments
 
     parser.add_argument(
         "--text",
@@ -77,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octavo.bench.report import check_writable, save
-    from octavo.config import EngineConfig, config_from_args
+    from octavo.config import EngineConfig
+    from octavo.config_options import config_from_args
     from octavo.engine.cpu_libraries import settle_libraries
     from octavo.eval.texts import read_texts
     from octavo.eval.thresholds import Thresholds
@@ -121,7 +123,8 @@ def baseline_config(args: argparse.Namespace, config: EngineConfig) -> EngineCon
     """
     if args.baseline is None and args.baseline_args is None:
         return None
-    from octavo.config import EngineConfig, add_config_arguments, config_from_args
+    from octavo.config import EngineConfig
+    from octavo.config_options import add_config_arguments, config_from_args
 
     parser = _BaselineParser(add_help=False, allow_abbrev=False)
     add_config_arguments(parser, EngineConfig, "engine", skip=("model",))

@@ -20,7 +20,8 @@ MAX_TOKENS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from octavo.cli.sampling_args import add_sampling_arguments
-    from octavo.config import EngineConfig, add_config_arguments
+    from octavo.config import EngineConfig
+    from octavo.config_options import add_config_arguments
 
     parser.add_argument(
         "prompt",
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octavo.cli.sampling_args import sampling_values
-    from octavo.config import EngineConfig, config_from_args
+    from octavo.config import EngineConfig
+    from octavo.config_options import config_from_args
     from octavo.sampling_params import SamplingParams
 
     # Everything that can be wrong with the command line is told before a model is loaded.

@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import EngineConfig, add_config_arguments, config_from_args
+from octavo.config import EngineConfig
+from octavo.config_options import add_config_arguments, config_from_args
 from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig
 from octavo.setting_values import parse_amount

@@ -36,7 +36,8 @@ _SERVER_SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from octavo.config import EngineConfig, add_config_arguments
+    from octavo.config import EngineConfig
+    from octavo.config_options import add_config_arguments
     from octavo.server.config import ServerConfig
 
     parser.add_argument(
@@ -62,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.config import EngineConfig, config_from_args
+    from octavo.config import EngineConfig
+    from octavo.config_options import config_from_args
     from octavo.server.config import ServerConfig
 
     # Everything that can be wrong with the command line is told before a model is loaded.

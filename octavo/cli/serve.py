@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import EngineConfig, add_config_arguments, config_from_args
+from octavo.config import EngineConfig
+from octavo.config_options import add_config_arguments, config_from_args
 from octavo.server.config import ServerConfig
 
 if TYPE_CHECKING:

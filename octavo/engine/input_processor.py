@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import random
 import secrets
 import time
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 from octavo.config import EngineConfig
 from octavo.errors import ModelError, RequestError
+from octavo.generation_defaults import overridden
 from octavo.inputs import TextPrompt, TokensPrompt
 from octavo.messages import CoreRequest
 from octavo.models.config import ModelConfig
@@ -23,6 +25,8 @@ from octavo.sampling.noise import choice_seed
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.step_messages import ModelFacts
 from octavo.tokenization.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
@@ -56,9 +60,10 @@ class InputProcessor:
         self.model_name = source.name
         self.model_config = load_model_config(source, config.model_impl)
         self.pooling = pooling_settings(config, source, self.model_config)  # None: the model makes texts
-        self.generation_defaults = (
-            load_generation_config(source) if config.generation_config == "auto" else {}
-        )
+        stated = load_generation_config(source) if config.generation_config == "auto" else {}
+        override = config.override_generation_config
+        assert not isinstance(override, str)  # read by then
+        self.generation_defaults = overridden(stated, override)
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(configured_tokenizer(config, source))
@@ -70,6 +75,11 @@ class InputProcessor:
                 f"{self.model_name}: its generation config is wrong ({error}): correct it, or set "
                 "generation_config='none'"
             ) from None
+        if self.most_output_tokens is not None:
+            logger.info(
+                "max_new_tokens of the generation config: answers have %d tokens at most",
+                self.most_output_tokens,
+            )
         self._seeds = random.Random(config.seed)
         self._serial = itertools.count()
         self._facts: ModelFacts | None = None
@@ -98,7 +108,12 @@ class InputProcessor:
 
     def default_params(self) -> SamplingParams:
         """Sampling settings for a request that brings none: the model's own, where it states some."""
-        return SamplingParams(**cast("dict[str, Any]", self.generation_defaults))
+        return SamplingParams(**self.generation_defaults)
+
+    @property
+    def most_output_tokens(self) -> int | None:
+        """What a server's answers keep within (`max_new_tokens` of the generation config); None: anything."""
+        return self.generation_defaults.get("max_tokens")
 
     def prepare(
         self,

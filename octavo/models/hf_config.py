@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
+from octavo.generation_defaults import GENERATION_FIELDS
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES, Family
 from octavo.models.json_file import read_json
@@ -24,7 +25,6 @@ _ROPE_NEEDS = {
 }
 _ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
 _ROPE_SIZES = ("factor", "original_max_position_embeddings")
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def model_config_from_folder(folder: Path) -> ModelConfig:
@@ -226,7 +226,7 @@ def _ids(*values: Any) -> tuple[int, ...]:
 def generation_config_from_folder(folder: Path) -> dict[str, float | int]:
     """Default sampling settings that `generation_config.json` states, or {}.
 
-    Keys among `SAMPLING_KEYS`, under the names of `SamplingParams`.
+    Those of `GENERATION_FIELDS`, under the names of `SamplingParams`.
 
     Raises:
         ModelError: malformed file or a setting that is not a number.
@@ -236,11 +236,11 @@ def generation_config_from_folder(folder: Path) -> dict[str, float | int]:
         return {}
     raw = read_json(path)
     out: dict[str, float | int] = {}
-    for key in SAMPLING_KEYS:
+    for key, name in GENERATION_FIELDS.items():
         value = raw.get(key)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ModelError(f"{path}: {key}={value!r} is not a number: correct it or remove it")
-        out[key] = value
+        out[name] = value
     return out

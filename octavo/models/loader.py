@@ -67,7 +67,7 @@ def _merged(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]
 def load_generation_config(source: ModelSource) -> dict[str, float | int]:
     """Default sampling settings that the model states, under `SamplingParams`' names; {} if none.
 
-    Among temperature, top_p, top_k, min_p, repetition_penalty.
+    Among those of `GENERATION_FIELDS`.
 
     Raises:
         ModelError: malformed files.

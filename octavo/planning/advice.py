@@ -112,8 +112,9 @@ def _candidates(planner: Planner, plan: Plan, config: EngineConfig) -> Iterator[
     machine: Machine = plan.machine
     layout: Layout = plan.layout
     gpu = machine.kind == "cuda"
-    if config.kv_cache_memory_bytes is not None:
-        yield {"kv_cache_memory_bytes": None}, "the share of memory decides"
+    for setting in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        if getattr(config, setting) is not None:
+            yield {setting: None}, "the share of memory decides"
     if gpu and plan.max_num_batched_tokens > 2048:
         yield {"max_num_batched_tokens": 2048}, "longer prompts take more steps"
     if config.max_num_seqs > 16:

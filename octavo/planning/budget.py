@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.config import EngineConfig
 from octavo.kv.capacity import blocks_of
 from octavo.kv.draft_pages import draft_pages
 from octavo.kv.format import KVGroup
@@ -38,6 +39,36 @@ def gpu_kv_bytes(total: int, free: int, utilization: float, activations: int) ->
 def cpu_kv_bytes(available: int, share: float) -> int:
     """What the KV cache takes on a CPU: a share of what is free once the weights are there."""
     return int(available * share)
+
+
+def stated_kv_bytes(config: EngineConfig, block_bytes: int) -> tuple[str, int] | None:
+    """The size of the KV cache where a setting states it outright, and that setting; None: it doesn't.
+
+    Args:
+        block_bytes: of one block (`page_bytes`).
+    """
+    if config.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override", config.num_gpu_blocks_override * block_bytes
+    if config.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes", config.kv_cache_memory_bytes
+    return None
+
+
+def most_blocks(
+    config: EngineConfig, groups: Sequence[KVGroup], draft_groups: Sequence[KVGroup], max_model_len: int
+) -> int:
+    """Blocks that the pool has where memory allows: as many as the settings say, or as could be used.
+
+    Args:
+        draft_groups: of a draft model, if there is one.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    most = useful_blocks(groups, config.max_num_seqs, max_model_len)
+    if draft_groups and config.speculative is not None:
+        length = max_model_len + config.speculative.num_speculative_tokens
+        most += useful_draft_pages(groups, draft_groups, config.max_num_seqs, length)
+    return most
 
 
 def useful_blocks(groups: Sequence[KVGroup], max_num_seqs: int, max_model_len: int) -> int:

@@ -246,11 +246,8 @@ class Planner:
         if expands:
             step += expanded_bytes(self.model, itemsize, layout.tensor)
         free = machine.total - machine.other - held["weights"]
-        kv, reserved = self._kv_bytes(config, machine, free, tables + step)
-        most = budget.useful_blocks(groups, config.max_num_seqs, wanted)
-        if draft is not None and config.speculative is not None:
-            length = wanted + config.speculative.num_speculative_tokens
-            most += budget.useful_draft_pages(groups, draft.groups, config.max_num_seqs, length)
+        kv, reserved = _kv_bytes(config, machine, free, tables + step, page_bytes(groups))
+        most = budget.most_blocks(config, groups, [] if draft is None else draft.groups, wanted)
         blocks = budget.affordable_blocks(groups, kv, most)
         limit = self.model.context_length
         fit = kv_fit(groups, blocks, request_len or wanted, limit)
@@ -366,18 +363,6 @@ class Planner:
             shapes, self._stored[config.load_format], quantization, DTYPES[dtype], device, given
         )
 
-    def _kv_bytes(self, config: EngineConfig, machine: Machine, free: int, step: int) -> tuple[int, int]:
-        """Bytes of the KV cache (negative if nothing is left), and those that are kept for a step."""
-        reserved = budget.with_slack(step) if machine.kind == "cuda" else 0
-        if config.kv_cache_memory_bytes is not None:
-            left = free - reserved
-            asked = config.kv_cache_memory_bytes
-            return (asked if asked <= left else left - asked), reserved
-        if machine.kind == "cpu":
-            return budget.cpu_kv_bytes(free, config.cpu_memory_utilization), reserved
-        left = budget.gpu_kv_bytes(machine.total, free, config.gpu_memory_utilization, reserved)
-        return left, reserved
-
     def _recorded_bytes(self, machine: Machine, config: EngineConfig, itemsize: int, ranks: int) -> int:
         """Of recorded decode steps: CUDA graphs, or on a CPU of one rank what is run again."""
         if machine.kind == "cuda":
@@ -395,6 +380,21 @@ class Planner:
         logits = sum(sizes) * self.model.vocab_size * itemsize
         step = step_bytes(self.model, sizes[-1], 0, itemsize, ranks, config.enable_expert_parallel)
         return logits + step + len(sizes) * _GRAPH
+
+
+def _kv_bytes(
+    config: EngineConfig, machine: Machine, free: int, step: int, block_bytes: int
+) -> tuple[int, int]:
+    """Bytes of the KV cache (negative if nothing is left), and those that are kept for a step."""
+    reserved = budget.with_slack(step) if machine.kind == "cuda" else 0
+    stated = budget.stated_kv_bytes(config, block_bytes)
+    if stated is not None:
+        left, asked = free - reserved, stated[1]
+        return (asked if asked <= left else left - asked), reserved
+    if machine.kind == "cpu":
+        return budget.cpu_kv_bytes(free, config.cpu_memory_utilization), reserved
+    left = budget.gpu_kv_bytes(machine.total, free, config.gpu_memory_utilization, reserved)
+    return left, reserved
 
 
 def _with_room(draft: DraftPlan, groups: list[KVGroup], num_blocks: int, request_len: int) -> DraftPlan:

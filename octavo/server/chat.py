@@ -79,7 +79,7 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
     plan = plan_answer(service.config, tools, output_form(body), service.text.special_id)
     params = sampling_params(
         body,
-        service.engine.default_params(),
+        service.engine,
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=top if body.logprobs else None,
     )

@@ -50,7 +50,7 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
     echo_only = bool(body.echo) and body.max_tokens == 0
     params = sampling_params(
         body,
-        service.engine.default_params(),
+        service.engine,
         # An echo alone needs the prompt's pass through the model, which yields one token: dropped later.
         1 if echo_only else body.max_tokens,
         logprobs=body.logprobs,

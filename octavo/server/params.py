@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.errors import RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -23,13 +23,22 @@ _COPIED = (
 ).split()
 
 
+class Defaults(Protocol):
+    """What an engine says of requests that leave settings out."""
+
+    @property
+    def most_output_tokens(self) -> int | None: ...
+
+    def default_params(self) -> SamplingParams: ...
+
+
 def sampling_params(
-    body: SamplingFields, defaults: SamplingParams, max_tokens: int | None, **own: Any
+    body: SamplingFields, engine: Defaults, max_tokens: int | None, **own: Any
 ) -> SamplingParams:
     """Sampling settings of a request.
 
     Args:
-        defaults: the model's; they fill what the request leaves out.
+        engine: its settings fill what the request leaves out, and bound the answer's length.
         max_tokens: None: as many as the context holds.
         own: fields whose names or meaning differ between the APIs.
 
@@ -37,11 +46,12 @@ def sampling_params(
         RequestError: a value out of its bounds.
     """
     values = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
-    values["max_tokens"] = max_tokens
+    limits = [limit for limit in (max_tokens, engine.most_output_tokens) if limit is not None]
+    values["max_tokens"] = min(limits, default=None)
     values["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     if (form := output_form(body)) is not None:
         values["structured_outputs"] = form
-    return defaults.clone(**(values | own))
+    return engine.default_params().clone(**(values | own))
 
 
 def output_form(body: SamplingFields) -> StructuredOutputsParams | None:

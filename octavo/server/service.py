@@ -58,6 +58,9 @@ class Engine(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
+    @property
+    def most_output_tokens(self) -> int | None: ...
+
     def default_params(self) -> SamplingParams: ...
 
     def generate(

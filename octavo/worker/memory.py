@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
-from octavo.planning.budget import GIB, affordable_blocks, cpu_kv_bytes, gpu_kv_bytes
+from octavo.planning.budget import GIB, affordable_blocks, cpu_kv_bytes, gpu_kv_bytes, stated_kv_bytes
 from octavo.planning.hardware import detect_memory
 from octavo.planning.ledger import Ledger
 from octavo.worker.weight_bytes import kept_weight_bytes
@@ -26,25 +26,32 @@ class KVBudget:
     reason: str
 
 
-def kv_budget(config: EngineConfig, device: torch.device, activation_bytes: int, ranks: int = 1) -> KVBudget:
+def kv_budget(
+    config: EngineConfig, device: torch.device, activation_bytes: int, block_bytes: int, ranks: int = 1
+) -> KVBudget:
     """Bytes for the KV cache.
 
     Args:
+        block_bytes: of one block of it.
         activation_bytes: peak of the largest step beyond what is allocated now (GPU).
         ranks: that share the host's memory (CPU).
 
     Raises:
         ConfigError: nothing is left; the message has free, asked and needed bytes and the setting.
     """
-    if config.kv_cache_memory_bytes is not None:
-        asked = config.kv_cache_memory_bytes
+    stated = stated_kv_bytes(config, block_bytes)
+    if stated is not None:
+        setting, asked = stated
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else detect_memory().available
-        if asked + activation_bytes > free:
+        # Ranks on a CPU have one memory, and take theirs at the same time.
+        if asked * (1 if device.type == "cuda" else ranks) + activation_bytes > free:
+            size = "" if setting == "kv_cache_memory_bytes" else f" ({asked} bytes)"
+            each = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise ConfigError(
-                f"kv_cache_memory_bytes={asked} does not fit: {free} bytes are free and a step needs "
-                f"{activation_bytes} of them; lower kv_cache_memory_bytes"
+                f"{setting}={getattr(config, setting)}{size}{each} does not fit: {free} bytes are free and a "
+                f"step needs {activation_bytes} of them; lower {setting}"
             )
-        return KVBudget(asked, "kv_cache_memory_bytes")
+        return KVBudget(asked, setting)
     if device.type == "cpu":
         free = detect_memory().available
         share = config.cpu_memory_utilization / ranks
@@ -100,7 +107,7 @@ def num_blocks(budget: KVBudget, groups: list[KVGroup], most: int) -> int:
         raise ConfigError(
             f"the KV cache gets {budget.num_bytes} bytes ({budget.reason}) but one block needs {block_bytes}"
             + (f" and {len(groups)} groups of layers one each" if len(groups) > 1 else "")
-            + ": raise kv_cache_memory_bytes or the memory utilization"
+            + ": raise num_gpu_blocks_override, kv_cache_memory_bytes or the memory utilization"
         )
     return blocks
 

@@ -35,7 +35,7 @@ from octavo.models.pooling_config import pooling_settings
 from octavo.models.stage import StagePart, stage_part
 from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
-from octavo.planning.budget import useful_blocks, useful_draft_pages, with_slack
+from octavo.planning.budget import most_blocks, with_slack
 from octavo.planning.ledger import Ledger
 from octavo.quantization.checkpoint_method import mode_of
 from octavo.quantization.local_hardware import hardware_of
@@ -388,12 +388,12 @@ class Worker:
         """Profile the largest step, allocate the cache, settle `max_model_len`."""
         config = self.config
         self._activations = self._profile(wanted) if self.device.type == "cuda" else 0
-        budget = kv_budget(config, self.device, self._activations, config.num_ranks)
-        useful = useful_blocks(self.groups, config.max_num_seqs, wanted)
-        if self.draft is not None and config.speculative is not None:
-            most = config.speculative.num_speculative_tokens
-            useful += useful_draft_pages(self.groups, self.draft.groups, config.max_num_seqs, wanted + most)
-        blocks = self._minimum(num_blocks(budget, self.groups, useful))
+        block_bytes = page_bytes(self.groups)
+        budget = kv_budget(config, self.device, self._activations, block_bytes, config.num_ranks)
+        drafts = [] if self.draft is None else self.draft.groups
+        blocks = self._minimum(
+            num_blocks(budget, self.groups, most_blocks(config, self.groups, drafts, wanted))
+        )
         self._draft_pages = None if self.draft is None else self.draft.pages(self.groups, blocks)
         length = wanted
         capacity = token_capacity(self.groups, blocks, wanted)
@@ -419,7 +419,7 @@ class Worker:
             max_num_batched_tokens=self.max_num_batched_tokens,
             summary={},
             pooling_type=None if self.pooling is None else self.pooling.pooling_type,
-            draft_groups=[] if self.draft is None else self.draft.groups,
+            draft_groups=drafts,
             draft_max_model_len=0 if self.draft is None else self.draft.max_model_len,
         )
         self.runner = self._make_runner(blocks, length)

@@ -188,18 +188,31 @@ def test_memory_of_other_processes_is_not_counted_as_ours(monkeypatch):
     # Of 100 GB others hold 30 and the weights 10; a step needs 5.
     gpu_memory(monkeypatch, free=60, total=100, ours=10)
     config = make_config(gpu_memory_utilization=0.9)
-    assert memory.kv_budget(config, GPU, activation_bytes=5).num_bytes == 90 - 40 - 5
+    assert memory.kv_budget(config, GPU, activation_bytes=5, block_bytes=1).num_bytes == 90 - 40 - 5
     gpu_memory(monkeypatch, free=2, total=100, ours=10)
     with pytest.raises(ConfigError) as caught:
-        memory.kv_budget(config, GPU, activation_bytes=5)
+        memory.kv_budget(config, GPU, activation_bytes=5, block_bytes=1)
     message = str(caught.value)
     assert "\n" not in message
     for part in ("90 bytes asked", "2 free", "needs 5", "gpu_memory_utilization", "max_num_batched_tokens"):
         assert part in message
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes=50 does not fit: 2 bytes are free"):
-        memory.kv_budget(make_config(kv_cache_memory_bytes=50), GPU, activation_bytes=5)
+        memory.kv_budget(make_config(kv_cache_memory_bytes=50), GPU, activation_bytes=5, block_bytes=1)
+    with pytest.raises(ConfigError, match=r"num_gpu_blocks_override=5 \(50 bytes\) does not fit: 2 bytes"):
+        memory.kv_budget(make_config(num_gpu_blocks_override=5), GPU, activation_bytes=5, block_bytes=10)
     with pytest.raises(ConfigError, match="weights need 3 bytes and 2 are free on cuda:0"):
         memory.check_weights_fit(3, GPU)
+
+
+def test_a_stated_cache_must_fit_for_all_ranks_of_a_cpu(monkeypatch):
+    class Free:
+        available = 250
+
+    monkeypatch.setattr(memory, "detect_memory", Free)
+    config, cpu = make_config(kv_cache_memory_bytes=100), torch.device("cpu")
+    assert memory.kv_budget(config, cpu, 0, 10, ranks=2).num_bytes == 100
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=100 on each of 3 ranks does not fit: 250"):
+        memory.kv_budget(config, cpu, 0, 10, ranks=3)
 
 
 def make_config(**settings):

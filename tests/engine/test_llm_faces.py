@@ -328,6 +328,53 @@ def test_sampling_defaults_that_are_no_settings_are_the_models_fault(tmp_path):
         assert llm.get_default_sampling_params().top_p == 1.0
 
 
+def test_sampling_defaults_are_the_file_s_with_the_settings_in_their_place(tmp_path, caplog):
+    shutil.copytree(tiny.checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    stated = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    override = {"top_k": 7, "max_new_tokens": 3}
+    with LLM(str(tmp_path), override_generation_config=override, **SMALL) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 3)
+        output = llm.generate([[5, 6]], use_tqdm=False)[0]
+        assert len(output.outputs[0].token_ids) <= 3
+    with LLM(str(tmp_path), generation_config="none", override_generation_config=override, **SMALL) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_k, params.max_tokens) == (1.0, 7, 3)
+    with LLM(str(tmp_path), **SMALL) as llm:
+        assert llm.get_default_sampling_params().max_tokens == 9
+
+
+def blocks(count, **settings):
+    rest = {name: value for name, value in SMALL.items() if name != "kv_cache_memory_bytes"}
+    return LLM(str(tiny.checkpoint("llama")), num_gpu_blocks_override=count, **rest, **settings)
+
+
+def test_blocks_are_as_many_as_the_setting_says(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [[i, i + 1, i + 2] * 8 for i in range(5, 13)]
+    wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    few = dict(block_size=8, max_model_len=64, look_ahead_admission=False)
+    with blocks(20, **few) as small:  # each takes 6
+        assert small.facts.num_blocks == small.stats().kv_blocks_total == 20
+        found = [output.outputs[0].token_ids for output in small.generate(prompts, params, use_tqdm=False)]
+        assert found == wanted and small.stats().num_preemptions > 0
+    with blocks(1000, max_num_seqs=1, max_model_len=64) as many:  # more than its requests can fill
+        assert many.facts.num_blocks == 1000
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        blocks(10**12)
+    told = str(caught.value)
+    assert told.startswith("num_gpu_blocks_override=1000000000000 (") and "\n" not in told
+    assert "does not fit" in told and told.endswith("lower num_gpu_blocks_override")
+    with pytest.raises(ConfigError, match=r"2 groups of layers one each: raise num_gpu_blocks_override"):
+        LLM(str(tiny.checkpoint("gemma2")), device="cpu", num_gpu_blocks_override=1)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override=5 and kv_cache_memory_bytes=100 both"):
+        LLM(str(tiny.checkpoint("llama")), num_gpu_blocks_override=5, kv_cache_memory_bytes=100)
+
+
 def test_adapters_and_salts_are_checked(llm):
     with pytest.raises(RequestError, match="lora_request"):
         llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False, lora_request=object())

@@ -329,9 +329,19 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert generation_config_from_folder(tmp_path) == {}
     path = tmp_path / "generation_config.json"
     path.write_text(
-        json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True, "min_p": None})
+        json.dumps(
+            {
+                "temperature": 0.6,
+                "top_p": 0.9,
+                "top_k": 20,
+                "do_sample": True,
+                "min_p": None,
+                "max_new_tokens": 9,
+            }
+        )
     )
-    assert generation_config_from_folder(tmp_path) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    found = generation_config_from_folder(tmp_path)
+    assert found == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 9}
     path.write_text(json.dumps({"temperature": "hot"}))
     with pytest.raises(ModelError, match="temperature='hot'"):
         generation_config_from_folder(tmp_path)

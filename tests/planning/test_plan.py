@@ -203,6 +203,7 @@ def test_a_full_cache_holds_what_the_plan_says(llama2: Planner):
         ),
         ({"dtype": "float32"}, "the weights need 25"),
         ({"kv_cache_memory_bytes": 20 * GIB}, "are lacking"),
+        ({"num_gpu_blocks_override": 10_000}, "are lacking"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_would_help(llama2: Planner, settings, reason):
@@ -300,6 +301,7 @@ def check_measured(**settings: Any) -> None:
         ("mixtral", {}),
         ("deepseek-v2", {}),
         ("phi3", {"kv_cache_dtype": "fp8"}),
+        ("gemma3", {"num_gpu_blocks_override": 500, "kv_cache_memory_bytes": None}),
     ],
 )
 def test_tiny_models_take_what_was_planned(variant: str, settings: dict[str, Any]):

@@ -102,6 +102,10 @@ class FakeEngine:
     def kill(self) -> None:
         self.dead.set()
 
+    @property
+    def most_output_tokens(self) -> int | None:
+        return self.defaults.get("max_tokens")
+
     def default_params(self) -> SamplingParams:
         return SamplingParams(**self.defaults)
 

@@ -134,6 +134,19 @@ def test_generation_config_fills_what_the_request_leaves_out() -> None:
     assert params.logit_bias == {5: 2.0}
 
 
+def test_no_answer_is_longer_than_the_generation_config_lets_it() -> None:
+    engine = FakeEngine()
+    engine.defaults = {"max_tokens": 6}
+    with running(engine) as server:
+        for asked, length in ((30, 6), (4, 4), (None, 6)):
+            answer = server.post("/v1/chat/completions", ASK | {"max_tokens": asked}).json()
+            assert answer["usage"]["completion_tokens"] == length
+            text = server.post("/v1/completions", {"prompt": "a", "max_tokens": asked}).json()
+            assert text["usage"]["completion_tokens"] == length
+        plain = server.post("/v1/completions", {"prompt": "a"}).json()  # 16 by itself
+        assert plain["usage"]["completion_tokens"] == 6
+
+
 def test_max_completion_tokens_wins(server: Running) -> None:
     server.post("/v1/chat/completions", ASK | {"max_completion_tokens": 4})
     assert server.engine.seen[-1][1].max_tokens == 4

@@ -20,7 +20,8 @@ def add_integers(parser: argparse.ArgumentParser, options: tuple[tuple[str, int 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The settings of the engine that is measured."""
-    from octavo.config import EngineConfig, add_config_arguments
+    from octavo.config import EngineConfig
+    from octavo.config_options import add_config_arguments
 
     add_config_arguments(parser, EngineConfig, "engine")
 
@@ -42,7 +43,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         ConfigError: wrong settings, or a folder that can't be written to.
     """
     from octavo.bench.report import make_folder
-    from octavo.config import EngineConfig, config_from_args
+    from octavo.config import EngineConfig
+    from octavo.config_options import config_from_args
 
     config: EngineConfig = config_from_args(args, EngineConfig)
     if getattr(args, "profile", None) is not None:

@@ -32,6 +32,7 @@ _CACHE_LABELS = {
     "enable_prefix_caching": "enable_prefix_caching",
     "prefix_caching_hash_algo": "prefix_caching_hash_algo",
     "gpu_memory_utilization": "gpu_memory_utilization",
+    "num_gpu_blocks_override": "num_gpu_blocks_override",
     "swap_space": "swap_space",
 }
 
