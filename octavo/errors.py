@@ -16,12 +16,18 @@ class ModelError(OctavoError):
 class RequestError(OctavoError, ValueError):
     """A request that cannot be served as asked (HTTP 400). Other requests are unaffected.
 
-    `param` names the offending field where there is one.
+    `param` names the offending field where there is one, `code` is OpenAI's word for what is wrong where
+    programs go by it.
     """
 
-    def __init__(self, message: str, param: str | None = None):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Code of requests that are longer than the model's context: agents shorten their history by it."""
 
 
 class EngineDeadError(OctavoError):

@@ -8,7 +8,7 @@ import time
 
 from octavo.engine.embedding_output import PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.errors import RequestError
+from octavo.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from octavo.messages import CoreRequest
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -130,9 +130,10 @@ class EmbeddingInput:
         facts = self._processor.facts
         if length > facts.max_model_len:
             raise RequestError(
-                f"the text has {length} tokens, more than the model takes ({facts.max_model_len}): "
-                "shorten it, or set truncate_prompt_tokens",
+                f"the text has {length} tokens, and this model's maximum context length is "
+                f"{facts.max_model_len} tokens: shorten it, or set truncate_prompt_tokens",
                 "prompt",
+                CONTEXT_LENGTH_EXCEEDED,
             )
         if facts.groups and length > facts.kv_capacity:
             raise RequestError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from octavo.config import EngineConfig
-from octavo.errors import ModelError, RequestError
+from octavo.errors import CONTEXT_LENGTH_EXCEEDED, ModelError, RequestError
 from octavo.generation_defaults import overridden
 from octavo.inputs import TextPrompt, TokensPrompt
 from octavo.messages import CoreRequest
@@ -225,9 +225,10 @@ class InputProcessor:
         room = limit - prompt_len
         if room < 1:
             raise RequestError(
-                f"prompt has {prompt_len} tokens, but the context (max_model_len) is {limit} and the "
-                "answer needs room in it: shorten the prompt",
+                f"prompt has {prompt_len} tokens, and this model's maximum context length is {limit} tokens "
+                "(max_model_len), in which the answer needs room: shorten the prompt",
                 "prompt",
+                CONTEXT_LENGTH_EXCEEDED,
             )
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         # The last token's KV is never needed.

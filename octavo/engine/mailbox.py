@@ -80,6 +80,7 @@ def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
         prompt_logprobs=last.prompt_logprobs,
         num_cached_tokens=last.num_cached_tokens,
         metrics=last.metrics,
+        synthetic_acceptance=last.synthetic_acceptance,
     )
 
 

@@ -125,6 +125,8 @@ class _Endpoint:
             if (limit := service.config.request_timeout) is not None:
                 timer = asyncio.get_running_loop().call_later(limit, service.end, job, _timed_out(limit))
         try:
+            if self._operation.generates and service.draining:  # begun while the body was on its way
+                service.check_accepting()
             response = await self._operation.handler(service, scope, body)
             await response(scope, receive, send)
         except asyncio.CancelledError:

@@ -6,17 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, completion_logprobs, prompt_logprobs
-from octavo.server.params import check_request, form_field, new_request_id, sampling_params
+from octavo.server.params import check_request, form_field, named_by, new_request_id, sampling_params
 from octavo.server.protocol import (
     Completion,
     CompletionChoice,
@@ -58,6 +59,7 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
     )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = params.clone(prompt_logprobs=body.logprobs)
+    params = _best_of(body, params)
     texts, prompts = await _prompts(service, body)
     room = service.engine.max_model_len
     for i, prompt in enumerate(prompts):
@@ -70,6 +72,43 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
     return _CompletionJob(
         service, body, params, prompts, texts, style, f"cmpl-{request_id}", model, echo_only
     )
+
+
+def _best_of(body: CompletionRequest, params: SamplingParams) -> SamplingParams:
+    """The settings under which as many choices are made as `best_of` says, so that they can be compared.
+
+    Raises:
+        ApiError: 400 for fewer than are wanted, or in a stream.
+        RequestError: for more than may be.
+    """
+    most = body.best_of
+    if most is None or most == params.n:
+        return params
+    if most < params.n:
+        raise bad_request(f"best_of={most} is below n={params.n}: give at least as many", "best_of")
+    if body.stream:
+        raise bad_request(
+            "best_of is not available in a stream, since all choices must have ended: set stream=false",
+            "best_of",
+        )
+    try:
+        return params.clone(n=most, logprobs=0 if params.logprobs is None else params.logprobs)
+    except RequestError as error:
+        raise named_by(error, {"n": "best_of"}) from None
+
+
+def best(outputs: Sequence[CompletionOutput], count: int) -> list[CompletionOutput]:
+    """The `count` choices whose tokens are likeliest on average, the best first; all in their order where
+    no more were made."""
+    if len(outputs) <= count:
+        return list(outputs)
+
+    def mean(output: CompletionOutput) -> float:
+        assert output.cumulative_logprob is not None
+        return output.cumulative_logprob / max(1, len(output.token_ids))
+
+    ranked = sorted(outputs, key=mean, reverse=True)[:count]
+    return [replace(output, index=place) for place, output in enumerate(ranked)]
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str | None], list[list[int]]]:
@@ -117,6 +156,7 @@ class _CompletionJob:
     echo_only: bool
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: dict[int, int] = field(default_factory=dict)
+    _decoded: set[int] = field(default_factory=set)  # prompts whose texts were made from their ids
 
     async def complete(self) -> Completion:
         """The whole answer."""
@@ -129,6 +169,7 @@ class _CompletionJob:
                     text = await self._echo_text(index, out)
                     for output in out.outputs:
                         usage.add(0 if self.echo_only else len(output.token_ids))
+                    for output in best(out.outputs, self.num_choices):
                         choices.append(self._choice(index, out, output, text))
         choices.sort(key=lambda choice: choice.index)
         return Completion(
@@ -212,14 +253,20 @@ class _CompletionJob:
             names={"structured_outputs": form_field(self.body)},
         )
 
+    @property
+    def num_choices(self) -> int:
+        """Choices of a prompt that are told."""
+        return self.params.n if self.body.best_of is None else self.body.n or 1
+
     def _position(self, index: int, output: CompletionOutput) -> int:
-        return index * self.params.n + output.index
+        return index * self.num_choices + output.index
 
     async def _echo_text(self, index: int, out: RequestOutput) -> str:
         if not self.body.echo:
             return ""
         text = self.texts[index]
         if text is None:
+            self._decoded.add(index)
             text = self.texts[index] = await self.service.text.decode(
                 self.prompts[index], skip_special_tokens=False
             )
@@ -250,16 +297,22 @@ class _CompletionJob:
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        ids: list[int] = []
-        positions: list[PositionLogprobs | None] = []
+        parts: list[tuple[LogprobStyle, Sequence[int], Sequence[PositionLogprobs | None]]] = []
         if self.body.echo and first:
-            ids += self.prompts[index]
-            positions += out.prompt_logprobs or []
+            # A prompt of ids is shown with its special tokens, so that they have a place in the text.
+            style = replace(self.style, skip_special=False) if index in self._decoded else self.style
+            parts.append((style, self.prompts[index], out.prompt_logprobs or []))
         if not self.echo_only:
-            ids += output.token_ids
-            positions += output.logprobs or []
-        if not ids:
-            return None
-        told, offset = completion_logprobs(ids, positions, self.style, self._offsets.get(position, 0))
-        self._offsets[position] = offset
+            parts.append((self.style, output.token_ids, output.logprobs or []))
+        told: CompletionLogprobs | None = None
+        for style, ids, positions in parts:
+            if not ids:
+                continue
+            more, offset = completion_logprobs(ids, positions, style, self._offsets.get(position, 0))
+            self._offsets[position] = offset
+            if told is None:
+                told = more
+                continue
+            for name in CompletionLogprobs.__struct_fields__:
+                getattr(told, name).extend(getattr(more, name))
         return told

@@ -66,6 +66,13 @@ class ServerConfig:
         "Retry-After. By default any number.",
         low=0,
     )
+    timeout_keep_alive: int = setting(
+        75,
+        "Seconds that a connection is kept open between requests. Longer than clients and proxies keep "
+        "theirs, so that none sends a request on one that is being closed.",
+        low=1,
+        high=86400,
+    )
     request_timeout: float | None = setting(
         None,
         "Seconds that a request may take from its arrival to the end of its answer; then it is ended, with "

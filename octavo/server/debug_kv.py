@@ -51,7 +51,7 @@ def kv_map_response(told: KVMap) -> KVMapResponse:
 async def kv_map(service: Service, scope: Scope, body: None) -> Response:
     """`GET /debug/kv.json?cells=N`: at most N cells, by default as many as there may be."""
     text = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("cells", [str(MOST_CELLS)])[-1]
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:8]) <= MOST_CELLS):
+    if not (text.isascii() and text.isdigit() and len(text) <= 8 and 1 <= int(text) <= MOST_CELLS):
         raise bad_request(f"cells={text[:32]!r} is out of range: give from 1 to {MOST_CELLS}", "cells")
     told = await service.engine.describe_kv(int(text))
     return Response(msgspec.json.encode(kv_map_response(told)), media_type="application/json")

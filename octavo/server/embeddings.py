@@ -42,7 +42,7 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, request_id
         outputs = await embed_all(service, prompts, params, name, body.prompt_name, body.priority)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls it
-            raise bad_request(str(error), "input") from None
+            raise bad_request(str(error), "input", error.code) from None
         raise
     answer = EmbeddingResponse(
         id=name,
@@ -95,14 +95,24 @@ async def embed_all(
     """
     service.check_queue()
     service.unfinished += len(prompts)
-    tasks = [
-        asyncio.ensure_future(
-            service.engine.embed(
-                prompt, params, f"{name}-{i}", prompt_name=prompt_name, priority=priority or 0
+
+    async def embed(prompt: str | list[int], own: str) -> EmbeddingRequestOutput:
+        record = service.metrics.start_embedding()
+        own = service.take_name(own)
+        try:
+            output = await service.engine.embed(
+                prompt, params, own, prompt_name=prompt_name, priority=priority or 0
             )
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+            record.observe_embedding(output)
+            return output
+        except Exception as error:
+            record.fail(error)
+            raise
+        finally:
+            record.close()
+            service.live.discard(own)
+
+    tasks = [asyncio.ensure_future(embed(prompt, f"{name}-{i}")) for i, prompt in enumerate(prompts)]
     try:
         return await asyncio.gather(*tasks)
     finally:

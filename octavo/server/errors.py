@@ -68,9 +68,9 @@ class ApiError(Exception):
         return Response(content, self.status, headers=self.headers, media_type="application/json")
 
 
-def bad_request(message: str, param: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request itself is at fault."""
-    return ApiError(400, message, param=param, code="invalid_value")
+    return ApiError(400, message, param=param, code=code or "invalid_value")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -78,7 +78,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return bad_request(str(error), error.param)
+        return bad_request(str(error), error.param, error.code)
     if isinstance(error, EngineRestartingError):
         return ApiError(503, str(error), code="engine_restarting", headers={"retry-after": "10"})
     if isinstance(error, EngineDeadError):

@@ -86,12 +86,21 @@ async def _serve(
     loop = asyncio.get_running_loop()
     keys = ApiKeys(config)
     access_log = None if config.access_log is None else AccessLog(config.access_log)
+    if config.api_key_file is not None or access_log is not None:
+        # While the model loads, too: a hangup that nobody takes ends a process.
+        loop.add_signal_handler(signal.SIGHUP, reload, keys, access_log)
     gate = LoadingGate()
     server = _Server(_uvicorn_config(gate, config))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     starting = asyncio.ensure_future(create_engine())
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        stopping.set()
+        starting.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, starting.cancel)
+        loop.add_signal_handler(number, stop)
     await asyncio.wait((starting, serving), return_when=asyncio.FIRST_COMPLETED)
     try:
         if serving.done():
@@ -111,8 +120,8 @@ async def _serve(
         shutdown = _Shutdown(service, server)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, shutdown.signal)
-        if config.api_key_file is not None or access_log is not None:
-            loop.add_signal_handler(signal.SIGHUP, service.reload)
+        if stopping.is_set():  # when the engine was just there, so that nothing was left to cancel
+            shutdown.signal()
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         _tell_ready(sock, server.config.is_ssl)
@@ -138,6 +147,13 @@ async def _stop(server: _Server, serving: asyncio.Future[None], config: ServerCo
     except OSError as error:
         raise _cannot_bind(config, error) from None
     return 0
+
+
+def reload(keys: ApiKeys, access_log: AccessLog | None) -> None:
+    """Read the API keys' file and open the access log again."""
+    keys.reload()
+    if access_log is not None:
+        access_log.reopen()
 
 
 class _Shutdown:
@@ -213,6 +229,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT,
+        timeout_keep_alive=config.timeout_keep_alive,
         **options,
     )
 

@@ -63,7 +63,7 @@ def chat_logprobs(
 def completion_logprobs(
     token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], style: LogprobStyle, offset: int
 ) -> tuple[CompletionLogprobs, int]:
-    """The same in the completion API's form.
+    """The same in the completion API's form: the likeliest tokens and the chosen one.
 
     Args:
         offset: characters of the text before these tokens.
@@ -81,8 +81,10 @@ def completion_logprobs(
             out.token_logprobs.append(None)
             out.top_logprobs.append(None)
             continue
-        out.token_logprobs.append(_finite(entries[token].logprob))
-        named: dict[str, float] = {}
+        chosen = _finite(entries[token].logprob)
+        out.token_logprobs.append(chosen)
+        # The chosen token is told whether it is one of them or not, as OpenAI and vLLM do.
+        named = {out.tokens[-1]: chosen}
         for other, value in _likeliest(entries, style.top):
             named.setdefault(style.name(other, printable_bytes=True), value)
         out.top_logprobs.append(named)

@@ -83,7 +83,7 @@ def named_by(error: RequestError, names: Mapping[str, str]) -> RequestError:
     name = names.get(own, own)
     if name == own:
         return error
-    return RequestError(_renamed(str(error), own, name), name.partition(" ")[0])
+    return RequestError(_renamed(str(error), own, name), name.partition(" ")[0], error.code)
 
 
 def _renamed(message: str, own: str, name: str) -> str:

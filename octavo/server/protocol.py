@@ -103,6 +103,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """A text, token ids, or a list of texts or of lists of token ids (not mixed)."""
     max_tokens: int | None = 16
     logprobs: int | None = None
+    best_of: int | None = None
+    """Choices that are made of each prompt; the n whose tokens are likeliest on average are told."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -41,7 +41,7 @@ async def create_score(service: Service, body: ScoreRequest, request_id: str | N
         outputs = await embed_all(service, left + right, params, name, body.prompt_name, body.priority)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls either
-            raise bad_request(f"text_1 or text_2: {error}", "text_1") from None
+            raise bad_request(f"text_1 or text_2: {error}", "text_1", error.code) from None
         raise
     vectors = np.array([output.outputs.embedding for output in outputs], np.float64)
     scores = cosines(vectors[: len(left)], vectors[len(left) :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -115,7 +116,8 @@ class Service:
     """The state of one server.
 
     `jobs` holds the tasks of requests that the engine is answering; `ended` those among them that the
-    server itself ends, with what their clients are told. `unfinished` counts choices that the engine has.
+    server itself ends, with what their clients are told. `unfinished` counts choices that the engine has, and
+    `live` has the names of its requests.
     `synthetic` is what all answers are marked with where chance judges drafts.
     """
 
@@ -156,6 +158,7 @@ class Service:
         self.jobs: set[asyncio.Task[None]] = set()
         self.ended: dict[asyncio.Task[None], ApiError] = {}
         self.unfinished = 0
+        self.live: set[str] = set()
         self.draining = False
         self.page_state = Cached(0.5)
         self.keys = keys or ApiKeys(config)
@@ -242,17 +245,20 @@ class Service:
         if left:
             await asyncio.wait(left, timeout=5.0)
 
-    def reload(self) -> None:
-        """Read the API keys' file and open the access log again."""
-        self.keys.reload()
-        if self.access_log is not None:
-            self.access_log.reopen()
-
     def close(self) -> None:
         """End the threads."""
         self.text.close()
         if self.access_log is not None:
             self.access_log.close()
+
+    def take_name(self, request_id: str) -> str:
+        """What the engine is to call a request, until it is taken out of `live`: a client's id may come
+        twice at a time (a gateway gives one to all that belongs together), a name may not."""
+        name = request_id
+        while name in self.live:
+            name = f"{request_id}~{random.getrandbits(64):016x}"
+        self.live.add(name)
+        return name
 
     def results(
         self,
@@ -294,6 +300,7 @@ class Service:
         cache_salt: str | None,
         names: Mapping[str, str],
     ) -> AsyncGenerator[ResultBatch, None]:
+        request_id = self.take_name(request_id)
         watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
         if self.tracer is not None:
             watchers.append(self.tracer.start(request_id, params))
@@ -314,7 +321,10 @@ class Service:
             self.unfinished -= params.n
             for watcher in watchers:
                 watcher.close()
-            await stream.aclose()
+            try:
+                await stream.aclose()
+            finally:
+                self.live.discard(request_id)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[ResultBatch, None]]) -> AsyncGenerator[ResultBatch, None]:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from octavo.server.errors import ApiError, bad_request
+from octavo.errors import CONTEXT_LENGTH_EXCEEDED
+from octavo.server.errors import bad_request
 
 T = TypeVar("T")
 
@@ -160,11 +161,11 @@ class TextService:
 
     def _check_length(self, chars: int, param: str) -> None:
         if chars > self.max_chars:
-            raise ApiError(
-                400,
-                f"{param} has {chars} characters, more than the context of {self.max_model_len} tokens",
-                param=param,
-                code="context_length_exceeded",
+            raise bad_request(
+                f"{param} has {chars} characters, and this model's maximum context length is "
+                f"{self.max_model_len} tokens: shorten it",
+                param,
+                CONTEXT_LENGTH_EXCEEDED,
             )
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -144,7 +144,7 @@ def test_files_of_sentence_transformers_say_how(tmp_path: Path):
             RequestError, match="prompt_name='x' is not one of the model's prompts .query, doc"
         ):
             llm.embed("the dog", prompt_name="x")
-        with pytest.raises(RequestError, match="more than the model takes .20.: shorten it, or set truncate"):
+        with pytest.raises(RequestError, match="context length is 20 tokens: shorten it, or set truncate"):
             llm.embed("many words " * 30)
         (cut,) = llm.embed("many words " * 30, use_tqdm=False, truncate_prompt_tokens=-1)
         assert len(cut.prompt_token_ids) == 20
@@ -336,7 +336,7 @@ def test_decoders_with_preemption_and_full_contexts(tmp_path: Path):
     with make(folder, pooler_config={"pooling_type": "MEAN"}, max_model_len=128, **settings) as llm:
         for prompt, vector in zip(prompts, embed(llm, prompts), strict=True):
             torch.testing.assert_close(vector, pooled(model, prompt, "MEAN"), atol=1e-5, rtol=0)
-        with pytest.raises(RequestError, match="129 tokens, more than the model takes .128"):
+        with pytest.raises(RequestError, match="129 tokens, and this model's maximum context length is 128"):
             llm.embed([[7] * 129])
 
 

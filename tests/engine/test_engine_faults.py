@@ -229,13 +229,15 @@ def test_mailboxes(merges):
         for i in range(1000):
             logprobs = [{i: Logprob(-1.0)}]
             choice = CompletionOutput(i % 2, f"{i},", [i], -float(i), logprobs, "length" if i > 997 else None)
-            box.put(RequestOutput("r", None, [1], [choice], i == 999))
+            marked = {"synthetic_acceptance": [0.5]}
+            box.put(RequestOutput("r", None, [1], [choice], i == 999, **marked))
             assert len(box) <= mailbox.MOST
         box.put(ValueError("the end"))
         items = [await box.get() for _ in range(len(box))]
         assert isinstance(items.pop(), ValueError)
         outputs = [item for item in items if isinstance(item, RequestOutput)]
         assert outputs[-1].finished
+        assert all(output.synthetic_acceptance == [0.5] for output in outputs)
         told: dict[int, list[int]] = {0: [], 1: []}
         for output in outputs:
             for choice in output.outputs:

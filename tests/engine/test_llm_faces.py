@@ -102,6 +102,12 @@ def test_models_that_cannot_be_loaded(tmp_path):
         LLM(str(tiny.checkpoint("llama")), max_num_batched_tokens=10**12, **SMALL)
 
 
+def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(llm):
+    with pytest.raises(RequestError, match="this model's maximum context length is 200 tokens") as caught:
+        llm.generate([[5] * 200], use_tqdm=False)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
 def test_prompts_of_every_kind(llm):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     ids = llm.get_tokenizer().encode("The quick brown fox")

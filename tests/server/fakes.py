@@ -212,7 +212,15 @@ class FakeEngine:
         self._check_awake()
         ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
         self._check(ids, request_id)
-        await asyncio.sleep(self.delay)
+        name = request_id or ""
+        self.live.add(name)
+        finished = False
+        try:
+            await asyncio.sleep(self.delay)
+            finished = True
+        finally:
+            self.live.discard(name)
+            self.aborted += not finished
         vector = [float(len(ids)), float(ids[0]), 0.25, -1.5][: params.dimensions if params else None]
         return EmbeddingRequestOutput(request_id or "", None, ids, EmbeddingOutput(vector))
 

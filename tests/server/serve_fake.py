@@ -1,6 +1,7 @@
 """A server process over the fake engine, for the tests of signals and disconnects.
 
-`python -m tests.server.serve_fake PORT DELAY DRAIN_TIMEOUT [slow]`; slow: the model never finishes loading.
+`python -m tests.server.serve_fake PORT DELAY DRAIN_TIMEOUT [slow | late]`; slow: the model never finishes
+loading; late: it is loaded at the very moment at which a SIGTERM comes.
 Further settings of the server, as JSON, in the variable SERVE_FAKE.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 
 from octavo.errors import OctavoError
@@ -22,9 +24,11 @@ def main(port: str, delay: str, drain_timeout: str, *extra: str) -> int:
 
     async def create() -> FakeEngine:
         print("loading", flush=True)
-        if extra:
+        if extra == ("slow",):
             await asyncio.sleep(60)
         engines.append(FakeEngine(delay=float(delay)))
+        if extra == ("late",):
+            os.kill(os.getpid(), signal.SIGTERM)
         return engines[0]
 
     try:

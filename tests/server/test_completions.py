@@ -5,6 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
+from octavo.outputs import CompletionOutput
+from octavo.server.completions import best
 from tests.server.conftest import Running
 from tests.server.test_chat import TEXT, events
 
@@ -100,6 +102,59 @@ def test_echo_alone(server: Running) -> None:
     assert answer["usage"]["completion_tokens"] == 0
     refused = server.post(PATH, {"prompt": "a", "max_tokens": 0})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+
+
+def test_the_chosen_token_is_told_beside_the_likeliest(server: Running) -> None:
+    """OpenAI: up to logprobs + 1 elements. The fake's chosen token is never among the likeliest."""
+    body = {"prompt": "a", "max_tokens": 3, "return_tokens_as_token_ids": True}
+    for top in (0, 2):
+        told = server.post(PATH, body | {"logprobs": top}).json()["choices"][0]["logprobs"]
+        for name, value, entries in zip(
+            told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+        ):
+            assert len(entries) == top + 1 and entries[name] == value == -1.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_special_tokens_that_an_echo_shows(server: Running, stream: bool) -> None:
+    body = {"prompt": [256, 97, 98], "max_tokens": 1, "echo": True, "logprobs": 0}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(server, PATH, body)]
+    else:
+        choices = [server.post(PATH, body).json()["choices"][0]]
+    assert "".join(choice["text"] for choice in choices) == "<256>abh"
+    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    assert [token for part in told for token in part["tokens"]] == ["<256>", "a", "b", "h"]
+    assert [offset for part in told for offset in part["text_offset"]] == [0, 5, 6, 7]
+    texts = {
+        "prompt": "ab",
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 0,
+    }  # whose echo doesn't show the begin
+    told = [server.post(PATH, texts).json()["choices"][0]["logprobs"]]
+    assert told[0]["tokens"] == ["<256>", "a", "b", "h"] and told[0]["text_offset"] == [0, 0, 1, 2]
+
+
+def test_the_best_of_several_choices(server: Running) -> None:
+    answer = server.post(PATH, {"prompt": ["a", "b"], "max_tokens": 4, "n": 2, "best_of": 5}).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["completion_tokens"] == 2 * 5 * 4  # of those that were not chosen, too
+    assert server.engine.seen[-1][1].n == 5 and server.engine.seen[-1][1].logprobs == 0
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    same = {"prompt": "a", "max_tokens": 2, "n": 2, "best_of": 2}
+    assert len(server.post(PATH, same).json()["choices"]) == 2
+    assert {chunk["choices"][0]["index"] for chunk in events(server, PATH, same)} == {0, 1}
+
+
+def test_choices_are_ranked_by_their_tokens_mean_log_probability() -> None:
+    outputs = [
+        CompletionOutput(0, "long", [1] * 4, -4.0),
+        CompletionOutput(1, "short", [1], -1.5),
+        CompletionOutput(2, "best", [1] * 10, -5.0),
+    ]
+    assert [(output.index, output.text) for output in best(outputs, 2)] == [(0, "best"), (1, "long")]
+    assert best(outputs, 3) == outputs
 
 
 def test_tokens_named_by_id(server: Running) -> None:

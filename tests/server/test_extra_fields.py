@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
 from tests.server.conftest import Running, running
+from tests.server.fakes import FakeEngine
 from tests.server.test_chat import events
 
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
@@ -39,6 +41,26 @@ def test_logit_bias_salt_priority_and_id(server: Running, path: str, base: dict)
     _, params, rest = server.engine.seen[-1]
     assert params.logit_bias == {97: -3.0}
     assert (rest["cache_salt"], rest["priority"], rest["id"].rpartition("-")[2]) == ("s", 4, "me")
+
+
+@pytest.mark.parametrize("field", [True, False], ids=["field", "header"])
+def test_one_id_may_come_several_times_at_once(field: bool) -> None:
+    """A gateway gives one X-Request-Id to all that belongs together; a client may ask again at once."""
+    with running(FakeEngine(delay=0.02)) as server, ThreadPoolExecutor(6) as pool:
+
+        def ask(path: str, body: dict[str, Any]) -> Any:
+            own = {"request_id": "me"} if field else {}
+            return server.post(path, body | own, headers={} if field else {"x-request-id": "me"})
+
+        asked = [
+            *([("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 20})] * 2),
+            *([("/v1/chat/completions", CHAT[1] | {"max_tokens": 20})] * 2),
+            *([("/v1/embeddings", {"input": "a"})] * 2),
+        ]
+        answers = list(pool.map(lambda pair: ask(*pair), asked))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert {answer.json()["id"] for answer in answers} == {"cmpl-me", "chatcmpl-me", "embd-me"}
+        assert not server.service.live
 
 
 def test_the_official_client_sends_them_in_extra_body(server: Running) -> None:

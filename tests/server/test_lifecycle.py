@@ -102,6 +102,40 @@ def test_while_loading_it_is_neither_live_nor_ready_and_sigterm_exits_0() -> Non
         assert child.wait(20) == 0
 
 
+def test_sigterm_at_the_moment_at_which_the_model_is_loaded_is_not_lost() -> None:
+    command = [sys.executable, "-m", "tests.server.serve_fake", "0", "0", "1", "late"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "engine down"
+
+
+def test_a_request_whose_body_comes_while_the_server_shuts_down_is_refused() -> None:
+    """It is not begun, since nobody would wait for its end."""
+    engine = FakeEngine(delay=0.02)
+    with running(engine) as server:
+        payload = json.dumps(BODY).encode()
+        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+        head += b"content-length: %d\r\n\r\n" % len(payload)
+        with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+            sock.sendall(head + payload[:5])
+            time.sleep(0.3)  # the request is there, and waits for the rest
+            server.call(lambda: setattr(server.service, "draining", True))
+            sock.sendall(payload[5:])
+            answer = sock.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in answer
+        assert not engine.seen
+
+
+def test_idle_connections_outlive_those_of_clients() -> None:
+    """A server that closes first answers the next request with a reset, now and then."""
+    from octavo.server.config import ServerConfig
+    from octavo.server.lifecycle import _uvicorn_config
+
+    kept = _uvicorn_config(None, ServerConfig()).timeout_keep_alive
+    assert kept > 60  # proxies keep them for a minute
+    assert _uvicorn_config(None, ServerConfig(timeout_keep_alive=9)).timeout_keep_alive == 9
+
+
 def test_port_in_use_is_told_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -114,27 +148,48 @@ def test_port_in_use_is_told_before_the_model_loads() -> None:
     ]
 
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+ENDPOINTS = {
+    TEXTS: ({"prompt": ["a", "b"], "n": 2, "max_tokens": 150}, 2),
+    "/v1/chat/completions": ({"messages": MESSAGES, "n": 2, "max_tokens": 150}, 1),
+    "/v1/responses": ({"input": "hi", "max_output_tokens": 150}, 1),
+    "/v1/embeddings": ({"input": ["a", "b"]}, 2),
+    "/v1/score": ({"text_1": "a", "text_2": ["b", "c"]}, 3),
+}
+
+
+def test_every_endpoint_that_runs_the_engine_is_here() -> None:
+    from octavo.server.endpoints import OPERATIONS
+
+    assert {operation.path for operation in OPERATIONS if operation.generates} == {*ENDPOINTS, "/score"}
+
+
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_goes_away_is_aborted(streaming: bool) -> None:
-    engine = FakeEngine(delay=0.02)
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_client_that_goes_away_is_aborted(path: str, streaming: bool) -> None:
+    body, running_at_once = ENDPOINTS[path]
+    embeds = path in ("/v1/embeddings", "/v1/score")
+    if embeds and streaming:
+        pytest.skip("has no stream")
+    engine = FakeEngine(delay=5 if embeds else 0.02)
     with running(engine) as server:
-        payload = json.dumps(BODY | {"stream": streaming, "n": 2, "prompt": ["a", "b"]}).encode()
-        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+        payload = json.dumps(body | ({} if embeds else {"stream": streaming})).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
         head += b"content-length: %d\r\n\r\n" % len(payload)
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", server.port)) as sock:
                 sock.sendall(head + payload)
                 for _ in range(500):
-                    if len(engine.live) == 2:
+                    if len(engine.live) == running_at_once:
                         break
                     time.sleep(0.005)
-                assert len(engine.live) == 2
+                assert len(engine.live) == running_at_once
             until = time.monotonic() + 1.5
             while engine.live and time.monotonic() < until:
                 time.sleep(0.005)
             assert not engine.live
-        assert engine.aborted == 10
-        assert not server.service.jobs
+        assert engine.aborted == 5 * running_at_once
+        assert not server.service.jobs and not server.service.live and not server.service.unfinished
 
 
 def test_a_dead_engine_shows_in_health_and_in_flight() -> None:

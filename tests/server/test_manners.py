@@ -21,6 +21,7 @@ from octavo.server import access_log
 from octavo.server.access_log import AccessLog
 from octavo.server.api_keys import ApiKeys
 from octavo.server.config import ServerConfig
+from octavo.server.lifecycle import reload
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 
@@ -49,10 +50,11 @@ def test_keys_of_a_file_and_of_the_settings(tmp_path: Path) -> None:
         keys = ["alpha", "beta", "gamma", "delta", "# of the first tenant", "Bearer"]
         assert [status(key) for key in keys] == [200, 200, 200, 401, 401, 401]
         file.write_text("delta\n")
-        server.call(server.service.reload)
+        server.call(lambda: reload(server.service.keys, server.service.access_log))
         assert [status(key) for key in ("alpha", "delta", "gamma")] == [401, 200, 200]
         file.unlink()
-        server.call(server.service.reload)  # the old ones stay: nobody is shut out, and nobody let in
+        # The old ones stay: nobody is shut out, and nobody let in.
+        server.call(lambda: reload(server.service.keys, server.service.access_log))
         assert [status(key) for key in ("alpha", "delta")] == [401, 200]
         for path in ("/health", "/ready", "/ping"):
             assert server.client.get(path).status_code == 200
@@ -216,6 +218,26 @@ def test_hangup_reads_keys_again_and_a_bad_log_is_told_at_start(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"octavo: access_log={str(tmp_path)!r} cannot be opened: Is a directory\n"
+
+
+def test_a_hangup_while_the_model_loads_ends_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "tests.server.serve_fake", "0", "0", "1", "slow"]
+    env = os.environ | {"SERVE_FAKE": json.dumps({"access_log": str(log)})}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "loading\n"
+        log.rename(tmp_path / "old")
+        child.send_signal(signal.SIGHUP)
+        until = time.monotonic() + 10
+        while not log.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert log.exists()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
+        child.communicate()
 
 
 # ---- bounds -------------------------------------------------------------------------------------

@@ -81,6 +81,44 @@ def test_counts_add_up() -> None:
         assert name in found
 
 
+def test_gaps_between_outputs_are_those_of_a_choice() -> None:
+    """Choices of one step come one after the other; what lies between them is no latency."""
+    histograms = RequestHistograms(128)
+    record = RequestRecord(histograms, SamplingParams(n=3))
+    for step in range(4):
+        for index in range(3):
+            last = step == 3
+            output = CompletionOutput(index, "a", [1], finish_reason="length" if last else None)
+            record.observe(RequestOutput("r", None, [1], [output], last and index == 2))
+        time.sleep(0.02)
+
+    def told(histogram: ValueHistogram) -> tuple[float, float]:
+        count, total = (
+            sample.value
+            for sample in histogram.family(Namer("octavo", ("m", "0"))).samples
+            if sample.name.endswith(("_count", "_sum"))
+        )
+        return count, total
+
+    gaps, seconds = told(histograms.itl)
+    assert gaps == 3 * 3 and seconds >= 9 * 0.02
+    assert told(histograms.ttft)[0] == 1
+    assert told(histograms.output_len) == (1, 12) and told(histograms.longest) == (1, 4)
+
+
+def test_embeddings_are_counted() -> None:
+    with running(FakeEngine()) as server:
+        assert server.post("/v1/embeddings", {"input": ["ab", "c"]}).status_code == 200
+        assert server.post("/v1/score", {"text_1": "a", "text_2": "b"}).status_code == 200
+        assert server.post("/v1/embeddings", {"input": [[]]}).status_code == 400
+        found = scrape(server)
+    assert found["octavo:request_success_total/stop"] == 4
+    assert sum(v for name, v in found.items() if name.startswith("octavo:request_success_total")) == 4
+    assert found["octavo:e2e_request_latency_seconds_count"] == 4
+    assert found["octavo:request_prompt_tokens_sum"] == 3 + 2 + 2 + 2
+    assert found["octavo:time_to_first_token_seconds_count"] == 0
+
+
 def test_refused_requests_leave_no_latency() -> None:
     with running() as server:
         assert server.post("/v1/completions", {"prompt": [-1]}).status_code == 400

@@ -190,6 +190,14 @@ def test_stored_responses_are_read_and_deleted(server: Running) -> None:
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
+def test_what_has_no_effect_comes_back(server: Running) -> None:
+    given = {"user": "me", "safety_identifier": "s", "prompt_cache_key": "k", "max_tool_calls": 3}
+    answer = server.post(PATH, ASK | given).json()
+    assert {name: answer[name] for name in given} == given
+    plain = server.post(PATH, ASK).json()
+    assert [plain[name] for name in given] == [None] * 4
+
+
 def test_what_is_not_to_be_stored_is_not(server: Running) -> None:
     made = server.post(PATH, ASK | {"store": False}).json()
     assert made["store"] is False

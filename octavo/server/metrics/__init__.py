@@ -83,6 +83,10 @@ class Metrics(Collector):
         """A record for a request that arrives now."""
         return RequestRecord(self._requests, params)
 
+    def start_embedding(self) -> RequestRecord:
+        """A record for a text that arrives now, to be embedded."""
+        return RequestRecord(self._requests, SamplingParams())
+
     def describe(self) -> list[Metric]:
         """Nothing: registering them must not read the engine's figures."""
         return []

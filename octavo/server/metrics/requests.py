@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from octavo.errors import EngineAsleepError, RequestError
-from octavo.outputs import RequestOutput
+from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.metrics.families import (
     N_BUCKETS,
@@ -34,7 +34,7 @@ class RequestHistograms:
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
         self.itl = histogram(
             "inter_token_latency_seconds",
-            "Between successive outputs of a streaming request.",
+            "Between successive outputs of a streaming choice.",
             TOKEN_BUCKETS,
         )
         self.tpot = histogram(
@@ -77,13 +77,14 @@ class RequestHistograms:
 class RequestRecord:
     """Follows one request; each event is observed exactly once, whatever way the request ends."""
 
-    __slots__ = ("_closed", "_metrics", "_params", "_arrival", "_last", "_tokens", "_unfinished")
+    __slots__ = ("_closed", "_metrics", "_params", "_arrival", "_begun", "_last", "_tokens", "_unfinished")
 
     def __init__(self, metrics: RequestHistograms, params: SamplingParams):
         self._metrics = metrics
         self._params = params
         self._arrival = time.perf_counter()
-        self._last = 0.0
+        self._begun = False
+        self._last = [0.0] * params.n  # when each choice told tokens last
         self._tokens = [0] * params.n
         self._unfinished = params.n
         self._closed = False
@@ -91,22 +92,33 @@ class RequestRecord:
     def observe(self, out: RequestOutput) -> None:
         """Take note of a result (a delta, or the only one)."""
         now = time.perf_counter()
-        new = 0
         for choice in out.outputs:
-            count = len(choice.token_ids)
-            new += count
-            self._tokens[choice.index] += count
             if choice.finish_reason is not None:
                 self._unfinished -= 1
                 self._metrics.finished[choice.finish_reason] += 1
-        if new:
-            if not self._last:
+            if not choice.token_ids:
+                continue
+            if not self._begun:
+                self._begun = True
                 self._metrics.ttft.observe(self._first_token(out, now))
-            else:
-                self._metrics.itl.observe(now - self._last)
-            self._last = now
+            if before := self._last[choice.index]:
+                self._metrics.itl.observe(now - before)
+            self._last[choice.index] = now
+            self._tokens[choice.index] += len(choice.token_ids)
         if out.finished:
             self._finish(out, now)
+
+    def observe_embedding(self, out: EmbeddingRequestOutput) -> None:
+        """Take note of a text's embedding, which ends it."""
+        self._unfinished = 0
+        self._metrics.finished["stop"] += 1
+        self._observe_prompt(out, time.perf_counter())
+
+    def _observe_prompt(self, out: RequestOutput | EmbeddingRequestOutput, now: float) -> None:
+        metrics, prompt = self._metrics, len(out.prompt_token_ids)
+        metrics.e2e.observe(now - self._arrival)
+        metrics.prompt_len.observe(prompt)
+        metrics.computed_len.observe(prompt - out.num_cached_tokens)
 
     def _first_token(self, out: RequestOutput, now: float) -> float:
         """Seconds to the first token; a request that reports once, at its end, tells them in its metrics."""
@@ -118,7 +130,7 @@ class RequestRecord:
         counts nowhere."""
         if not self._closed:
             self._closed = True
-            if self._last or not isinstance(error, RequestError | EngineAsleepError):
+            if self._begun or not isinstance(error, RequestError | EngineAsleepError):
                 self._metrics.finished["error"] += self._unfinished
 
     def close(self) -> None:
@@ -130,9 +142,7 @@ class RequestRecord:
     def _finish(self, out: RequestOutput, now: float) -> None:
         metrics, times, prompt = self._metrics, out.metrics, len(out.prompt_token_ids)
         tokens = sum(self._tokens)
-        metrics.e2e.observe(now - self._arrival)
-        metrics.prompt_len.observe(prompt)
-        metrics.computed_len.observe(prompt - out.num_cached_tokens)
+        self._observe_prompt(out, now)
         metrics.output_len.observe(tokens)
         metrics.longest.observe(max(self._tokens))
         metrics.params_n.observe(self._params.n)

@@ -267,5 +267,8 @@ def _begun(service: Service, body: ResponseRequest, chat: ChatJob) -> ResponseOb
         top_logprobs=body.top_logprobs or 0,
         top_p=chat.params.top_p,
         user=body.user,
+        safety_identifier=body.safety_identifier,
+        prompt_cache_key=body.prompt_cache_key,
+        max_tool_calls=body.max_tool_calls,
         synthetic_acceptance=chat.service.synthetic,
     )

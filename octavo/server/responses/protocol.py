@@ -290,6 +290,9 @@ class ResponseObject(Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    max_tool_calls: int | None
     synthetic_acceptance: Synthetic = UNSET
 
 

@@ -100,7 +100,10 @@ class CallGrammar:
 
 
 def _named(piece: str, name: str) -> str:
-    return piece.replace('"NAME"', json.dumps(name, ensure_ascii=False)).replace("NAME", name)
+    # One or the other: a name may itself hold the word.
+    if '"NAME"' in piece:
+        return piece.replace('"NAME"', json.dumps(name, ensure_ascii=False))
+    return piece.replace("NAME", name)
 
 
 def _arguments(tool: FunctionDefinition) -> str:

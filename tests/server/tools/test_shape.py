@@ -15,7 +15,7 @@ from octavo.server.tools.llama3_json import Llama3JsonParser
 from octavo.server.tools.mistral import MistralParser
 from octavo.server.tools.parser import ToolParser
 from octavo.server.tools.protocol import FunctionDefinition
-from octavo.server.tools.shape import CallGrammar
+from octavo.server.tools.shape import CallGrammar, CallShape
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.server.tools.reading import read_all_ways
 
@@ -131,6 +131,13 @@ def test_what_is_allowed_is_what_is_found(place: int) -> None:
         assert texts.takes(grammar.optional(), text)
     for bad in BAD_SAYS:
         assert not texts.takes(grammar.optional(), lead + write(bad))
+
+
+def test_a_tool_s_name_may_hold_any_word() -> None:
+    tool = FunctionDefinition("RENAME_NAME")
+    for shape in (HermesParser.shape({}.get), CallShape(lead=["[C]"], name=["NAME", "[ARGS]"])):
+        grammar = CallGrammar(shape, [tool], True, {}.get).required()
+        assert grammar.count("NAME") == 2 and "RENAME_NAME" in grammar
 
 
 def test_a_schema_that_cannot_be_followed_is_refused_where_it_is_strict() -> None:
