@@ -147,7 +147,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesVllmNames, kw_only=True, om
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(1 << 63), SEED_MODULUS - 1)
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, None)
+            # More than any context, and no number that messages or figures don't hold.
+            self.max_tokens = min(_integer("max_tokens", self.max_tokens, 1, None), MAX_TOKEN_IDS)
         self.min_tokens = _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

@@ -7,7 +7,7 @@ import secrets
 import time
 
 from octavo.engine.embedding_output import PreparedEmbedding
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.input_processor import InputProcessor, Prompt, check_priority, check_salt
 from octavo.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from octavo.messages import CoreRequest
 from octavo.pooling_params import PoolingParams
@@ -42,7 +42,7 @@ class EmbeddingInput:
         """Check a text and make the core's request for its embedding.
 
         Args:
-            prompt: text, token ids, or a dictionary with `prompt` or `prompt_token_ids`.
+            prompt: text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`).
             params: None takes the model's own.
             request_id: the user's name for it; None draws one.
             prompt_name: which of the model's prompts is put before a text; None: its default, if any.
@@ -63,6 +63,8 @@ class EmbeddingInput:
                 f"dimensions={params.dimensions} is more than the embedding's {hidden}", "dimensions"
             )
         text, ids, salt = processor.read_prompt(prompt)
+        check_salt(salt)
+        check_priority(priority)
         lead = self._lead(prompt_name)
         tail: list[int] = []
         if ids is None:

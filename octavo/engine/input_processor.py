@@ -150,8 +150,7 @@ class InputProcessor:
         text, ids, salt = self.read_prompt(prompt)
         cache_salt = cache_salt if cache_salt is not None else salt
         check_salt(cache_salt)
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 1 << 31:
-            raise RequestError(f"priority={priority!r} is not valid: give an integer of 32 bits", "priority")
+        check_priority(priority)
         if ids is None:
             assert text is not None
             ids = self.need_tokenizer("a prompt of text").encode(text)
@@ -291,6 +290,16 @@ def _as_ids(value: Any) -> list[int]:
         with contextlib.suppress(TypeError):
             return list(value)
     raise RequestError(f"prompt is {type(value).__name__}: give text or a list of token ids", "prompt")
+
+
+def check_priority(priority: Any) -> None:
+    """Check a priority.
+
+    Raises:
+        RequestError: no integer, or one that the scheduler's arrays don't hold.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 1 << 31:
+        raise RequestError(f"priority={priority!r:.80} is not valid: give an integer of 32 bits", "priority")
 
 
 def check_salt(salt: Any) -> None:

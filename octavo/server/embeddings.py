@@ -17,7 +17,14 @@ from octavo.outputs import EmbeddingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.server.errors import bad_request
 from octavo.server.params import check_request_id, new_request_id
-from octavo.server.protocol import Embedding, EmbeddingRequest, EmbeddingResponse, PromptTokensDetails, Usage
+from octavo.server.protocol import (
+    Embedding,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PromptTokensDetails,
+    ScoreRequest,
+    Usage,
+)
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
 
@@ -39,7 +46,7 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, request_id
     name = f"embd-{body.request_id or request_id or new_request_id()}"
     prompts = _prompts(service, body)
     try:
-        outputs = await embed_all(service, prompts, params, name, body.prompt_name, body.priority)
+        outputs = await embed_all(service, prompts, params, name, body)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls it
             raise bad_request(str(error), "input", error.code) from None
@@ -84,8 +91,7 @@ async def embed_all(
     prompts: Sequence[str | list[int]],
     params: PoolingParams,
     name: str,
-    prompt_name: str | None,
-    priority: int | None,
+    body: EmbeddingRequest | ScoreRequest,
 ) -> list[EmbeddingRequestOutput]:
     """All embeddings in order; the first error, or the client's leaving, ends the others.
 
@@ -99,9 +105,11 @@ async def embed_all(
     async def embed(prompt: str | list[int], own: str) -> EmbeddingRequestOutput:
         record = service.metrics.start_embedding()
         own = service.take_name(own)
+        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        salted = {key: prompt, "cache_salt": body.cache_salt}
         try:
             output = await service.engine.embed(
-                prompt, params, own, prompt_name=prompt_name, priority=priority or 0
+                salted, params, own, prompt_name=body.prompt_name, priority=body.priority or 0
             )
             record.observe_embedding(output)
             return output

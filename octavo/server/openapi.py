@@ -24,6 +24,7 @@ _ERRORS = {
     "415": "The body is not declared to be JSON.",
     "500": "Internal error.",
     "503": "The server shuts down, or its engine has stopped.",
+    "504": "It was not finished within --request-timeout.",
 }
 
 
@@ -129,4 +130,6 @@ def _possible_errors(operation: Operation, needs_key: bool) -> list[str]:
     errors.append("500")
     if operation.generates or operation.path in ("/health", "/ready", "/ping"):
         errors.append("503")
+    if operation.generates:
+        errors.append("504")
     return sorted(errors)

@@ -124,6 +124,8 @@ class EmbeddingRequest(Struct, kw_only=True):
     """Tokens of a text's beginning that are read; -1: as many as the model takes."""
     prompt_name: str | None = None
     """Which of the model's own prompts is put before each text."""
+    cache_salt: str | None = None
+    """Requests with different salts share no prefix cache."""
     priority: int | None = None
     """Lower runs first, under the priority policy."""
     request_id: str | None = None
@@ -426,6 +428,8 @@ class ScoreRequest(Struct, kw_only=True):
     """Tokens of a text's beginning that are read; -1: as many as the model takes."""
     prompt_name: str | None = None
     """Which of the model's own prompts is put before each text."""
+    cache_salt: str | None = None
+    """Requests with different salts share no prefix cache."""
     priority: int | None = None
     """Lower runs first, under the priority policy."""
     request_id: str | None = None

@@ -38,7 +38,7 @@ async def create_score(service: Service, body: ScoreRequest, request_id: str | N
     params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
     name = f"score-{body.request_id or request_id or new_request_id()}"
     try:
-        outputs = await embed_all(service, left + right, params, name, body.prompt_name, body.priority)
+        outputs = await embed_all(service, left + right, params, name, body)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls either
             raise bad_request(f"text_1 or text_2: {error}", "text_1", error.code) from None

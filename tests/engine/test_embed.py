@@ -327,6 +327,26 @@ def test_decoders_pool_over_chunks(kind: str, impl: str, tmp_path: Path):
         assert llm.stats().kv_blocks_used == 0
 
 
+def test_salts_and_priorities_of_texts(tmp_path: Path):
+    folder, _ = decoder("llama", tmp_path)
+    with make(folder, pooler_config={"pooling_type": "LAST"}, **DECODER) as llm:
+        prompt = list(range(20, 50))
+
+        def cached(salt: Any) -> int:
+            asked = {"prompt_token_ids": prompt, "cache_salt": salt}
+            return llm.embed(asked, use_tqdm=False)[0].num_cached_tokens
+
+        assert [cached(salt) for salt in ("a", "a", "b", None, None)] == [0, 24, 0, 0, 24]
+        for salt in (5, "", "a/b"):
+            with pytest.raises(RequestError, match="cache_salt") as caught:
+                cached(salt)
+            assert caught.value.param == "cache_salt"
+        for priority in (1 << 31, -(10**30), True, "1"):
+            with pytest.raises(RequestError, match="give an integer of 32 bits"):
+                llm._embedding_input.prepare(prompt, priority=priority)
+        assert cached("a") == 24  # the engine goes on
+
+
 def test_decoders_with_preemption_and_full_contexts(tmp_path: Path):
     folder, model = decoder("llama", tmp_path), tiny.reference("llama").model
     generator = torch.Generator().manual_seed(4)

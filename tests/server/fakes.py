@@ -81,6 +81,7 @@ class FakeEngine:
         self.replies: dict[str, str] = {}
         self.live: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.salts: list[str | None] = []  # of texts to be embedded
         self.aborted = 0
         self.generated = 0
         self.dead = asyncio.Event()
@@ -210,7 +211,10 @@ class FakeEngine:
         """The first numbers are the prompt's length and first token."""
         await self.check_health()
         self._check_awake()
-        ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
+        ids = prompt.get("prompt_token_ids")
+        ids = self.tokenizer.encode(prompt["prompt"]) if ids is None else ids
+        check_salt(prompt["cache_salt"])
+        self.salts.append(prompt["cache_salt"])
         self._check(ids, request_id)
         name = request_id or ""
         self.live.add(name)

@@ -178,6 +178,15 @@ def test_clamped_to_the_context(server: Running) -> None:
     assert "200" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_number_is_too_large_to_ask_for_tokens(server: Running, stream: bool) -> None:
+    body = {"prompt": [1] * 190, "max_tokens": 10**400}
+    if stream:
+        assert events(server, PATH, body)[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        assert server.post(PATH, body).json()["usage"]["completion_tokens"] == 10
+
+
 def test_tokenize_and_back(server: Running) -> None:
     answer = server.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
     assert answer == {

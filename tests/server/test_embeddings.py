@@ -50,12 +50,23 @@ def test_the_official_client(server: Running) -> None:
         ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": ["a"] * 1025}, "input"),
         ({"input": [[97], []]}, "input"),
+        ({"input": "a", "cache_salt": ""}, "cache_salt"),
+        ({"input": "a", "cache_salt": "a/b"}, "cache_salt"),
     ],
 )
 def test_what_is_wrong_is_named(server: Running, body: dict, param: str) -> None:
     answer = server.post("/v1/embeddings", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_salts_reach_the_engine(server: Running) -> None:
+    vectors(server, input=["a", "b"], cache_salt="s")
+    assert server.engine.salts[-2:] == ["s", "s"]
+    answer = server.post("/v1/score", {"text_1": "a", "text_2": "b", "cache_salt": "t"})
+    assert answer.status_code == 200 and server.engine.salts[-2:] == ["t", "t"]
+    vectors(server, input=[97, 98])
+    assert server.engine.salts[-1] is None
 
 
 def test_unknown_model_and_key() -> None:
