@@ -396,7 +396,6 @@ SERVER = _table(
     _refused("restart the server, or let a proxy hold the certificate", "enable_ssl_refresh?"),
     _refused("let the proxy take the prefix off", "root_path"),
     _refused("there are no plugins", "middleware"),
-    _refused("the `id` of an answer ends with the request's X-Request-Id", "enable_request_id_headers?"),
     _same("there is GET /openapi.json alone", "disable_fastapi_docs? enable_offline_docs?"),
     _same("--max-request-bytes bounds bodies", "h11_max_header_count h11_max_incomplete_event_size"),
     _same("the server is one process, the engine another", "disable_frontend_multiprocessing?"),

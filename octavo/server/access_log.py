@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import queue
-import secrets
 import threading
 import time
 from typing import Any
@@ -16,11 +15,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import ConfigError
+from octavo.server.request_ids import REQUEST_ID, give_id
 
 logger = logging.getLogger(__name__)
-
-REQUEST_ID = "octavo.request_id"
-"""Key of a scope under which the request's id stands once it is known."""
 
 _MOST_WAITING = 10_000  # lines that wait for a disk that is slow; more are dropped
 _MOST_TEXT = 256  # characters of a path or an id
@@ -133,22 +130,12 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        _give_id(scope)
+        give_id(scope)
         entry = _Entry(send)
         try:
             await self._app(scope, receive, entry.send)
         finally:
             self._log.write(entry.told(scope))
-
-
-def _give_id(scope: Scope) -> None:
-    """Give a request that brings no id one of ours, as if its client had sent it."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and value:
-            scope[REQUEST_ID] = value.decode("latin-1")
-            return
-    scope[REQUEST_ID] = secrets.token_hex(16)
-    scope["headers"] = [*scope["headers"], (b"x-request-id", scope[REQUEST_ID].encode())]
 
 
 class _Entry:

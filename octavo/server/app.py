@@ -11,11 +11,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.access_log import REQUEST_ID, AccessLogMiddleware
+from octavo.server.access_log import AccessLogMiddleware
 from octavo.server.api_keys import ApiKeys
 from octavo.server.endpoints import Operation, not_found, operations
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.parsing import check_type, decode_body, read_body
+from octavo.server.request_ids import REQUEST_ID, RequestIdMiddleware
 from octavo.server.service import Service
 from octavo.server.streaming import EventStream, run_while_connected
 from octavo.server.tracing import with_trace_headers
@@ -49,6 +50,8 @@ def build_app(service: Service) -> ASGIApp:
     if service.tracer is not None:
         app = with_trace_headers(app)
     app = service.metrics.http.counting(app, paths)
+    if service.config.enable_request_id_headers:
+        app = RequestIdMiddleware(app)
     if service.access_log is not None:
         app = AccessLogMiddleware(app, service.access_log)
     return app

@@ -148,6 +148,11 @@ class ServerConfig:
         "Address of an OTLP/HTTP receiver, such as http://127.0.0.1:4318/v1/traces, that gets a span per "
         "request. Needs `pip install 'octavo[otel]'`.",
     )
+    enable_request_id_headers: bool = setting(
+        False,
+        "Tell the request's id, the client's or a new one, in the header X-Request-Id of every answer, of "
+        "errors too.",
+    )
     access_log: str | None = setting(
         None,
         "File to which a line of JSON is written per request, with its id and without its contents; - for "

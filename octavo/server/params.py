@@ -11,9 +11,9 @@ from octavo.errors import RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.errors import bad_request
 from octavo.server.protocol import ResponseFormat, SamplingFields
+from octavo.server.request_ids import MAX_ID_LENGTH, is_request_id
 from octavo.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
-MAX_ID_LENGTH = 256
 _FORM = "structured_outputs"
 
 _COPIED = (
@@ -154,7 +154,7 @@ def check_request_id(request_id: str, param: str) -> None:
     Raises:
         ApiError: 400 unless it is 1 to 256 printable ASCII characters without spaces.
     """
-    if not 1 <= len(request_id) <= MAX_ID_LENGTH or not all("!" <= char <= "~" for char in request_id):
+    if not is_request_id(request_id):
         raise bad_request(
             f"{param} is not valid: give 1 to {MAX_ID_LENGTH} printable ASCII characters without spaces",
             param,

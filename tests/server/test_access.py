@@ -62,6 +62,25 @@ def test_settings_are_checked() -> None:
             ServerConfig(**bad)  # type: ignore[arg-type]
 
 
+def test_ids_are_told_in_a_header_if_asked_for() -> None:
+    with running() as server:
+        assert "x-request-id" not in server.client.get("/v1/models").headers
+    body = {"prompt": "a", "max_tokens": 2}
+    with running(enable_request_id_headers=True) as server:
+        made = server.post("/v1/completions", body)
+        assert made.json()["id"] == "cmpl-" + made.headers["x-request-id"]
+        given = server.post("/v1/completions", body | {"stream": True}, headers={"x-request-id": "me"})
+        assert given.headers["x-request-id"] == "me"
+        own = server.post("/v1/completions", body | {"request_id": "you"}, headers={"x-request-id": "me"})
+        assert own.headers["x-request-id"] == "you"
+        for path in ("/nothing", "/health"):
+            assert len(server.client.get(path).headers["x-request-id"]) == 32
+        for wrong in ("a b", "a\r\nx-evil: 1", "x" * 300, "é"):
+            refused = server.post("/v1/completions", body | {"request_id": wrong})
+            assert refused.status_code == 400 and "x-evil" not in refused.headers
+            assert "x-request-id" not in refused.headers
+
+
 def test_version_tells_the_cache_root() -> None:
     with running() as server:
         cache = server.client.get("/version").json()["prefix_cache"]

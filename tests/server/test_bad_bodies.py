@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import threading
+from collections.abc import Sequence
 
 import httpx
 import pytest
@@ -14,11 +15,18 @@ from tests.server.bad_bodies import GOOD, bad_bodies
 from tests.server.test_real_engine import TEXTS, octavo, settled
 
 
-def assault(url: str, document: dict, seed: int, count: int, seen: collections.Counter[int]) -> list[str]:
+def assault(
+    url: str,
+    document: dict,
+    seed: int,
+    count: int,
+    seen: collections.Counter[int],
+    paths: Sequence[str] = tuple(GOOD),
+) -> list[str]:
     """Send the bodies of a seed, one after the other; what went wrong."""
     wrong = []
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-        for path, body in bad_bodies(document, seed, count):
+        for path, body in bad_bodies(document, seed, count, paths):
             headers = {"content-type": "application/json"}
             response = client.post(path, content=body, headers=headers)
             seen[response.status_code] += 1
@@ -59,4 +67,17 @@ def test_bad_bodies(count: int) -> None:
         assert not wrong, "\n".join(wrong[:20])
         assert sum(seen.values()) == count and seen[400] > count / 2 and seen[200] > count / 50
         assert server.client.get("/health").status_code == 200
+        settled(server)
+
+
+def test_bad_bodies_for_a_model_that_makes_embeddings() -> None:
+    with octavo("--kv-cache-memory-bytes", "4MiB", "--runner", "pooling") as server:
+        document = server.client.get("/openapi.json").json()
+        seen: collections.Counter[int] = collections.Counter()
+        paths = ("/v1/embeddings", "/v1/score")
+        wrong = assault(str(server.client.base_url), document, 5, 300, seen, paths)
+        assert not wrong, "\n".join(wrong[:20])
+        assert seen[400] > 100 and seen[200] > 10
+        for path in paths:
+            assert server.post(path, **GOOD[path]).status_code == 200
         settled(server)
