@@ -473,6 +473,8 @@ def validate(config: Any) -> None:
             # None and False are "without it": naming them as what runs says nothing.
             kept = f"this version runs {listing(meta['only'])}" if meta["only"][0] else "leave it out"
             raise ConfigError(f"{spec.name}={value!r} is not supported by this version: {kept}")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ConfigError(f"{spec.name}={value!r:.80} is out of range: give an integer of 64 bits")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low, high = meta["low"], meta["high"]
             if (low is not None and not value >= low) or (high is not None and not value <= high):

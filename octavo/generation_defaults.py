@@ -32,8 +32,8 @@ def read_override(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
     Raises:
         ConfigError: a field that is not read, or a value out of its bounds.
     """
-    values = json_object(_SETTING, given, files=True)
-    for name, value in (values or {}).items():
+    values = dict(json_object(_SETTING, given, files=True) or {})
+    for name, value in values.items():
         if name not in GENERATION_FIELDS:
             near = difflib.get_close_matches(name, GENERATION_FIELDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"give {', '.join(GENERATION_FIELDS)}"
@@ -42,10 +42,10 @@ def read_override(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
         if value is None:
             continue
         try:
-            SamplingParams(**{own: value})
+            values[name] = getattr(SamplingParams(**{own: value}), own)
         except RequestError as error:
             raise ConfigError(f"{_SETTING}: {str(error).replace(own, name, 1)}") from None
-    return values
+    return values or None
 
 
 def overridden(stated: Mapping[str, Any], override: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -33,6 +33,14 @@ def test_a_word_near_a_choice_is_still_refused():
         EngineConfig(dtype="halff")
 
 
+@pytest.mark.parametrize("name", ["seed", "kv_cache_memory_bytes", "num_gpu_blocks_override"])
+def test_numbers_that_no_message_holds_are_refused(name):
+    with pytest.raises(
+        ConfigError, match=f"^{name}=1000000000000000000000000000000 is out of range: give an"
+    ):
+        EngineConfig(**{name: 10**30})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [

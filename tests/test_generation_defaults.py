@@ -34,6 +34,13 @@ def test_an_object_its_json_and_a_file_of_it_are_one(tmp_path: Path) -> None:
         assert EngineConfig(override_generation_config=nothing).override_generation_config is None
 
 
+def test_values_are_as_they_will_be_used() -> None:
+    given = {"top_k": -1, "temperature": 1, "max_new_tokens": 10**30, "min_p": None}
+    found = EngineConfig(override_generation_config=given).override_generation_config
+    assert found == {"top_k": 0, "temperature": 1.0, "max_new_tokens": (1 << 31) - 1, "min_p": None}
+    assert given["top_k"] == -1  # the caller's own
+
+
 def test_speculation_too_is_read_from_a_file_that_the_command_line_names(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text('{"method": "ngram", "num_speculative_tokens": 3}')

@@ -18,7 +18,7 @@ class ApiKeys:
     """Knows which keys open the server.
 
     Raises (on construction):
-        ConfigError: the file of keys cannot be read, or holds none.
+        ConfigError: a key that is none; the file of keys cannot be read, or holds none.
     """
 
     def __init__(self, config: ServerConfig):
@@ -47,6 +47,11 @@ class ApiKeys:
     def _read(self) -> list[bytes]:
         config = self._config
         keys = list(config.api_key or [])
+        if any(not key or key != key.strip() for key in keys):
+            # An empty one, of a variable that isn't set say, would let in whoever sends none.
+            raise ConfigError(
+                "api_key is empty, or begins or ends with white space: give keys, or leave it out"
+            )
         if os.environ.get(API_KEY_VARIABLE):
             keys.append(os.environ[API_KEY_VARIABLE])
         if config.api_key_file is not None:

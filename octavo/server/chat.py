@@ -192,7 +192,7 @@ class ChatJob:
                     for output in out.outputs:
                         usage.add(len(output.token_ids))
                         parser = parsers[output.index]
-                        new = _read(parser, output)
+                        new = self._read(parser, output)
                         choice = self._chunk_choice(output, parser, new)
                         if new or output.finish_reason or choice.logprobs or choice.token_ids or continuous:
                             if continuous:
@@ -269,7 +269,7 @@ class ChatJob:
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         parser = self.parser()
-        new = _read(parser, output)
+        new = self._read(parser, output)
         new.content = self.lead + new.content
         message = _message(new, self.plan)
         return ChatChoice(
@@ -281,6 +281,15 @@ class ChatJob:
             token_ids=self._token_ids(output),
         )
 
+    def _read(self, parser: AnswerParser | None, output: CompletionOutput) -> AnswerDelta:
+        """What a result adds to its choice."""
+        if parser is None:
+            return AnswerDelta(output.text)
+        new = parser.feed(output.text, last=bool(output.finish_reason))
+        if self.body.include_reasoning is False:
+            new.reasoning = ""
+        return new
+
     def _token_ids(self, output: CompletionOutput) -> list[int] | UnsetType:
         return list(output.token_ids) if self.body.return_token_ids else UNSET
 
@@ -289,13 +298,6 @@ class ChatJob:
         if not self.body.logprobs or not output.token_ids:
             return None
         return chat_logprobs(output.token_ids, output.logprobs or [], self.style)
-
-
-def _read(parser: AnswerParser | None, output: CompletionOutput) -> AnswerDelta:
-    """What a result adds to its choice."""
-    if parser is None:
-        return AnswerDelta(output.text)
-    return parser.feed(output.text, last=bool(output.finish_reason))
 
 
 def _finish_reason(output: CompletionOutput, parser: AnswerParser | None) -> FinishReason | None:

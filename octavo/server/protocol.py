@@ -186,6 +186,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
     """Handed to the chat template."""
+    include_reasoning: bool | None = None
+    """False: what the model thinks is left out of the answer."""
     store: bool | None = None
     """Accepted for compatibility; nothing is stored."""
     metadata: dict[str, str] | None = None

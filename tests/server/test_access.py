@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server.api_keys import ApiKeys
 from octavo.server.config import ServerConfig
 from tests.server.conftest import running
 
@@ -26,6 +27,13 @@ def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
             assert answer.status_code == 200
         assert server.client.get("/health").status_code == 200
         assert server.client.get("/ping").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", " ", "a ", "\n"])
+def test_a_key_that_is_none_is_refused(key: str) -> None:
+    """An empty one would let in whoever sends no key at all."""
+    with pytest.raises(ConfigError, match="api_key is empty, or begins or ends with white space"):
+        ApiKeys(ServerConfig(api_key=["good", key]))
 
 
 def test_open_without_keys() -> None:

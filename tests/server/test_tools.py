@@ -175,6 +175,13 @@ def test_reasoning_apart(stream: bool) -> None:
             names = [call["function"]["name"] for call in told["tool_calls"]]
         assert told["reasoning_content"] == told["reasoning"] == "Hm."
         assert told["content"] == "I look." and names == ["get_weather", "get_time"]
+        silent = ASK | {"include_reasoning": False}
+        if stream:
+            told = joined(events(server, CHAT, silent))[0]
+        else:
+            told = server.post(CHAT, silent).json()["choices"][0]["message"]
+        assert not told.get("reasoning_content") and not told.get("reasoning")
+        assert told["content"] == "I look." and len(told["tool_calls"]) == 2
 
 
 def test_a_prompt_that_opens_or_ends_the_reasoning() -> None:
