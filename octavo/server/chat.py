@@ -226,6 +226,7 @@ class ChatJob:
             [self.prompt],
             self.params,
             self.id,
+            exact=self.body.request_id is not None,
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt,
             names={

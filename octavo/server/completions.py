@@ -248,6 +248,7 @@ class _CompletionJob:
             self.prompts,
             self.params,
             self.id,
+            exact=self.body.request_id is not None,
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt,
             names={"structured_outputs": form_field(self.body)},

@@ -103,8 +103,8 @@ async def embed_all(
     service.unfinished += len(prompts)
 
     async def embed(prompt: str | list[int], own: str) -> EmbeddingRequestOutput:
+        own = service.take_name(own, exact=body.request_id is not None)
         record = service.metrics.start_embedding()
-        own = service.take_name(own)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         salted = {key: prompt, "cache_salt": body.cache_salt}
         try:

@@ -251,10 +251,19 @@ class Service:
         if self.access_log is not None:
             self.access_log.close()
 
-    def take_name(self, request_id: str) -> str:
-        """What the engine is to call a request, until it is taken out of `live`: a client's id may come
-        twice at a time (a gateway gives one to all that belongs together), a name may not."""
+    def take_name(self, request_id: str, exact: bool) -> str:
+        """What the engine is to call a request, until it is taken out of `live`.
+
+        Args:
+            exact: the client names this request so, and no other; else what it sends is of all that belongs
+                together (a gateway's X-Request-Id), and may come several times at once.
+
+        Raises:
+            RequestError: a request is under way that has exactly this name.
+        """
         name = request_id
+        if exact and name in self.live:
+            raise RequestError(f"request_id {name!r} is in use: choose another", "request_id")
         while name in self.live:
             name = f"{request_id}~{random.getrandbits(64):016x}"
         self.live.add(name)
@@ -266,6 +275,7 @@ class Service:
         params: SamplingParams,
         request_id: str,
         *,
+        exact: bool,
         priority: int,
         cache_salt: str | None,
         names: Mapping[str, str],
@@ -275,6 +285,7 @@ class Service:
         Closing the generator aborts what still runs. The first error of any prompt ends all.
 
         Args:
+            exact: whether the client chose `request_id` for this request alone (`take_name`).
             names: what the request calls the engine's settings, where it has other words for them.
 
         Raises:
@@ -282,10 +293,10 @@ class Service:
         """
         self.check_queue()
         if len(prompts) == 1:
-            return self._one(0, prompts[0], params, request_id, priority, cache_salt, names)
+            return self._one(0, prompts[0], params, request_id, exact, priority, cache_salt, names)
         return _merge(
             [
-                self._one(index, prompt, params, f"{request_id}-{index}", priority, cache_salt, names)
+                self._one(index, prompt, params, f"{request_id}-{index}", exact, priority, cache_salt, names)
                 for index, prompt in enumerate(prompts)
             ]
         )
@@ -296,11 +307,12 @@ class Service:
         prompt: list[int],
         params: SamplingParams,
         request_id: str,
+        exact: bool,
         priority: int,
         cache_salt: str | None,
         names: Mapping[str, str],
     ) -> AsyncGenerator[ResultBatch, None]:
-        request_id = self.take_name(request_id)
+        request_id = self.take_name(request_id, exact)
         watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
         if self.tracer is not None:
             watchers.append(self.tracer.start(request_id, params))
