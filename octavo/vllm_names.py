@@ -247,7 +247,7 @@ ENGINE = _table(
     # Ranks.
     _same(
         "it is set by the backend of the ranks",
-        "disable_nccl_for_dp_synchronization? distributed_timeout_seconds ray_workers_use_nsight?",
+        "disable_nccl_for_dp_synchronization? ray_workers_use_nsight?",
     ),
     _refused(
         _NODES,

@@ -70,7 +70,7 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
     Raises:
         ApiError, RequestError: the request cannot be served.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     top = body.top_logprobs or 0
     if top < 0:

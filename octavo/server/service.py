@@ -170,7 +170,7 @@ class Service:
         Raises:
             ApiError: 404 for a name that is not served.
         """
-        if name is None:
+        if not name:
             return self.names[0]
         if name not in self.names:
             shown = name if len(name) <= 128 else name[:128] + "…"

@@ -196,6 +196,13 @@ def test_fields_that_ask_for_nothing_pass(server: Running) -> None:
     assert server.post(CHAT, {"messages": MESSAGES} | harmless).status_code == 200
 
 
+def test_log_probabilities_that_nobody_asks_for_are_no_mistake(server: Running) -> None:
+    for given in ({"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}, {"model": ""}):
+        answer = server.post(CHAT, {"messages": MESSAGES} | given)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["logprobs"] is None
+        assert answer.json()["model"] == "some/model"
+
+
 def test_unknown_field_warns_with_the_nearest(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert server.post(CHAT, {"messages": MESSAGES, "temprature": 1}).status_code == 200
