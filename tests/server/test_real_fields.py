@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from tests import tiny
+from tests.server.test_metrics_traffic import info
 from tests.server.test_real_engine import CHAT, MESSAGES, TEXTS, Octavo, octavo
 
 GREEDY = tiny.greedy("llama", 0)
@@ -33,6 +34,30 @@ def test_filters_that_leave_one_token_are_greedy(server: Octavo) -> None:
     for field in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
         assert tokens(server, temperature=1.0, seed=4, ignore_eos=True, **field) == GREEDY[:24]
     assert tokens(server, temperature=1.0, seed=4, ignore_eos=True) != GREEDY[:24]
+
+
+def test_the_best_choices_are_the_likeliest_of_as_many(server: Octavo) -> None:
+    ask = {"prompt": tiny.PROMPTS[1], "max_tokens": 12, "seed": 5, "temperature": 1.0, "ignore_eos": True}
+    ask |= {"logprobs": 0, "return_token_ids": True}
+    made = server.post(TEXTS, **ask, n=6).json()["choices"]
+    means = [sum(c["logprobs"]["token_logprobs"]) / len(c["token_ids"]) for c in made]
+    ranked = sorted(range(6), key=lambda place: -means[place])
+    assert len({tuple(c["token_ids"]) for c in made}) > 1 and ranked[:2] != [0, 1]  # else nothing is chosen
+    answer = server.post(TEXTS, **ask, n=2, best_of=6).json()
+    assert [c["token_ids"] for c in answer["choices"]] == [made[place]["token_ids"] for place in ranked[:2]]
+    assert answer["usage"]["completion_tokens"] == 6 * 12
+
+
+def test_what_the_settings_say_of_the_cache_and_of_requests() -> None:
+    override = '{"temperature": 0, "max_new_tokens": 5}'
+    with octavo("--num-gpu-blocks-override", "24", "--override-generation-config", override) as server:
+        ask = {"prompt": tiny.PROMPTS[0], "ignore_eos": True, "return_token_ids": True}
+        for more, length in (({"max_tokens": 48}, 5), ({"max_tokens": 3}, 3), ({}, 5)):
+            choice = server.post(TEXTS, **ask, **more).json()["choices"][0]
+            assert choice["token_ids"] == GREEDY[:length] and choice["finish_reason"] == "length"
+        assert server.metrics()["octavo:kv_blocks"] == 24
+        labels = info(server, "octavo:cache_config_info")
+        assert (labels["num_gpu_blocks"], labels["num_gpu_blocks_override"]) == ("24", "24")
 
 
 def test_stop_tokens_and_min_tokens(server: Octavo) -> None:

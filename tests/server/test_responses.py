@@ -404,6 +404,7 @@ def test_a_failure_in_a_stream_is_its_last_event(server: Running) -> None:
     failed = found[-1]["response"]
     assert failed["status"] == "failed" and "failed for a test" in failed["error"]["message"]
     assert failed["output"][0]["content"][0]["text"] == TEXT[:1]  # half a character is not told
+    assert failed["output"][0]["status"] == "incomplete"
     check_error(server.client.get(f"{PATH}/{failed['id']}"), 404)
     assert check_error(server.post(PATH, ASK | {"input": "hi\x18"}), 500)["code"] == "request_failed"
 

@@ -104,6 +104,8 @@ class ResponseWriter:
 
     def fail(self, message: str) -> None:
         """The response cannot be finished."""
+        if self._growing is not None:
+            self._growing.status = "incomplete"
         self.response.status, self.response.error = "failed", ResponseFailure(message)
         self._tell(events.ResponseFailed, response=self.response)
 
