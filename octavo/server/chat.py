@@ -44,7 +44,7 @@ from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
 from octavo.server.tools.choice import ToolMode, tool_request
 from octavo.server.tools.protocol import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
-from octavo.server.usage import UsageCount, stop_cause
+from octavo.server.usage import UsageCount, stop_cause, stream_usage
 
 _ROLE = Delta(role="assistant", content="")
 
@@ -94,7 +94,7 @@ async def prepare_chat(service: Service, body: ChatRequest, model: str, name: st
         params = params.clone(structured_outputs=form)
     if any(service.text.special_id(mark) is not None for mark in plan.markers):
         params = params.clone(skip_special_tokens=False)
-    style = LogprobStyle(service.text, top, bool(body.return_tokens_as_token_ids), params.skip_special_tokens)
+    style = LogprobStyle(service.text, top, service.names_tokens_by_id(body), params.skip_special_tokens)
     return ChatJob(service, body, params, prompt, style, name, model, plan, thinking, _echo(body))
 
 
@@ -164,9 +164,8 @@ class ChatJob:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer in pieces: one item per engine step. Each choice's first chunk tells the role."""
-        options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
+        forced = self.service.config.enable_force_include_usage
+        with_usage, continuous = stream_usage(self.body.stream_options, forced)
         usage = UsageCount()
         first = True
         parsers = [self.parser() for _ in range(self.params.n)]

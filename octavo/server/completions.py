@@ -28,7 +28,7 @@ from octavo.server.protocol import (
 )
 from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
-from octavo.server.usage import UsageCount, stop_cause
+from octavo.server.usage import UsageCount, stop_cause, stream_usage
 
 
 async def create_completion(
@@ -67,7 +67,7 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
         if len(prompts[i]) < len(prompt):
             texts[i] = None  # an echo tells what was read
     style = LogprobStyle(
-        service.text, body.logprobs or 0, bool(body.return_tokens_as_token_ids), params.skip_special_tokens
+        service.text, body.logprobs or 0, service.names_tokens_by_id(body), params.skip_special_tokens
     )
     return _CompletionJob(
         service, body, params, prompts, texts, style, f"cmpl-{request_id}", model, echo_only
@@ -183,9 +183,8 @@ class _CompletionJob:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer in pieces: one item per engine step."""
-        options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
+        forced = self.service.config.enable_force_include_usage
+        with_usage, continuous = stream_usage(self.body.stream_options, forced)
         usage = UsageCount()
         plain = not (continuous or self.echo_only or self._tells_more)
         texts: dict[int, TextEvents] = {}  # by position, from the first result on

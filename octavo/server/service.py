@@ -26,7 +26,7 @@ from octavo.server.metrics import Metrics, RequestRecord, cache_labels
 from octavo.server.otlp import check_endpoint
 from octavo.server.page.cache import Cached
 from octavo.server.params import named_by
-from octavo.server.protocol import Synthetic
+from octavo.server.protocol import SamplingFields, Synthetic
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.server.tracing import RequestTrace, RequestTracer
@@ -181,6 +181,11 @@ class Service:
                 code="model_not_found",
             )
         return name
+
+    def names_tokens_by_id(self, body: SamplingFields) -> bool:
+        """Whether log-probabilities name tokens as `token_id:N`: as the request says, else the settings."""
+        asked = body.return_tokens_as_token_ids
+        return self.config.return_tokens_as_token_ids if asked is None else asked
 
     def check_accepting(self) -> None:
         """Whether a request may be begun.

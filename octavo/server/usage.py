@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.protocol import PromptTokensDetails, Usage
+from octavo.server.protocol import PromptTokensDetails, StreamOptions, Usage
+
+
+def stream_usage(options: StreamOptions | None, forced: bool) -> tuple[bool, bool]:
+    """Whether a stream tells its usage, and whether each chunk does.
+
+    Args:
+        forced: the server's settings say that it does (`enable_force_include_usage`).
+    """
+    told = forced or (options is not None and bool(options.include_usage))
+    return told, told and options is not None and bool(options.continuous_usage_stats)
 
 
 class UsageCount:
