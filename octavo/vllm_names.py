@@ -368,7 +368,6 @@ SERVER = _table(
     },
     _refused(_LORA, "lora_modules"),
     _refused("answers are the assistant's", "response_role", "assistant"),
-    _refused("requests may ask for it by the same name", "return_tokens_as_token_ids?"),
     _refused("there are no plugins; --tool-call-parser names the formats there are", "tool_parser_plugin"),
     _refused("clients call tools, not the server", "tool_server"),
     _refused("set OCTAVO_LOG_LEVEL", "log_config_file"),
@@ -377,7 +376,6 @@ SERVER = _table(
     _same("answers always tell it", "enable_prompt_tokens_details?"),
     _refused("/metrics has them of all requests together", "enable_per_request_metrics?"),
     _same("GET /load is always there", "enable_server_load_tracking?"),
-    _refused("clients ask for it in stream_options", "enable_force_include_usage?"),
     _refused("GET /version tells the model's settings", "enable_tokenizer_info_endpoint?"),
     _same(
         "no such endpoint is served",

@@ -33,6 +33,7 @@ _SERVER_SETTINGS = (
     "tool_call_parser",
     "exclude_tools_when_tool_choice_none",
     "reasoning_parser",
+    "return_tokens_as_token_ids",
     "tokenizer_threads",
 )
 

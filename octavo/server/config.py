@@ -120,6 +120,12 @@ class ServerConfig:
         "How the model marks its reasoning, which answers then carry apart.",
         choices=(None, *REASONING_FORMATS),
     )
+    enable_force_include_usage: bool = setting(
+        False, "Tell the usage at the end of every stream, whether its request asks for it or not."
+    )
+    return_tokens_as_token_ids: bool = setting(
+        False, "Name tokens as `token_id:N` in log-probabilities, unless a request says otherwise."
+    )
     tokenizer_threads: int = setting(2, "Threads that tokenize and render chat templates.", low=1, high=256)
     drain_timeout: float = setting(
         60.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", low=0.0, high=86400.0

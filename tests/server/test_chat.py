@@ -82,6 +82,27 @@ def test_stream_without_usage_does_not_mention_it(server: Running) -> None:
     assert all("usage" not in chunk for chunk in events(server, "/v1/chat/completions", ASK))
 
 
+def test_usage_is_told_unasked_where_the_settings_say_so() -> None:
+    with running(enable_force_include_usage=True) as server:
+        for path, body in (("/v1/chat/completions", ASK), ("/v1/completions", {"prompt": "a"})):
+            chunks = events(server, path, body | {"max_tokens": 3})
+            assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
+            assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        each = ASK | {"max_tokens": 3, "stream_options": {"continuous_usage_stats": True}}
+        usages = [chunk["usage"] for chunk in events(server, "/v1/chat/completions", each)]
+        assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 3, 3]
+
+
+def test_tokens_are_named_by_id_where_the_settings_say_so() -> None:
+    ask = ASK | {"max_tokens": 1, "logprobs": True}
+    with running(return_tokens_as_token_ids=True) as server:
+        names = []
+        for more in ({}, {"return_tokens_as_token_ids": False}):
+            choice = server.post("/v1/chat/completions", ask | more).json()["choices"][0]
+            names.append(choice["logprobs"]["content"][0]["token"])
+        assert names == ["token_id:104", "h"]
+
+
 def test_continuous_usage_grows(server: Running) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(server, "/v1/chat/completions", ASK | {"max_tokens": 5, "stream_options": options})
