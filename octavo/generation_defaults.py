@@ -35,9 +35,9 @@ def read_override(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
     values = dict(json_object(_SETTING, given, files=True) or {})
     for name, value in values.items():
         if name not in GENERATION_FIELDS:
-            near = difflib.get_close_matches(name, GENERATION_FIELDS, 1)
+            near = difflib.get_close_matches(str(name), GENERATION_FIELDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"give {', '.join(GENERATION_FIELDS)}"
-            raise ConfigError(f"{_SETTING} has no field {name[:100]}: {hint}")
+            raise ConfigError(f"{_SETTING} has no field {name!s:.100}: {hint}")
         own = GENERATION_FIELDS[name]
         if value is None:
             continue

@@ -53,6 +53,7 @@ def test_speculation_too_is_read_from_a_file_that_the_command_line_names(tmp_pat
     [
         ({"temprature": 1}, "override_generation_config has no field temprature: did you mean temperature?"),
         ({"max_tokens": 1}, "has no field max_tokens: did you mean max_new_tokens?"),
+        ({5: 1}, "override_generation_config has no field 5: give temperature"),
         ({"do_sample": False}, "has no field do_sample: give temperature, top_p, top_k, min_p"),
         ({"top_p": 2}, "override_generation_config: top_p=2 is not valid: give a number above 0"),
         ({"max_new_tokens": 0}, "override_generation_config: max_new_tokens=0 is not valid"),

@@ -6,7 +6,6 @@ sentence's way through the modules; each has a folder with its config).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.json_file import read_json, read_value
 from octavo.models.locate import ModelSource
 from octavo.models.transformers_config import ENCODER
+from octavo.setting_values import json_object
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 # The flags of older pooling configs, and the word of newer ones.
@@ -111,16 +111,7 @@ def _gguf_pooling(model: ModelConfig) -> Any:
 
 def _parsed(given: dict[str, Any] | str | None) -> dict[str, Any]:
     """The user's pooler_config, checked."""
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise ConfigError(f"pooler_config={given!r} is not JSON ({error})") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"pooler_config={given!r} is not valid: give a JSON object")
-    out = dict(given)
+    out = dict(json_object("pooler_config", given) or {})
     for key in out:
         if key not in ("pooling_type", "normalize"):
             raise ConfigError(f"pooler_config has {key!r}: give pooling_type and normalize")
