@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -220,6 +221,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
                     f"{name}={path!r} is not a file: HTTPS needs both a certificate and its key"
                 )
             options[name] = path
+        _check_certificate(**options)
     return uvicorn.Config(
         app,
         http=http_protocol(),
@@ -232,6 +234,21 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=config.timeout_keep_alive,
         **options,
     )
+
+
+def _check_certificate(ssl_certfile: str, ssl_keyfile: str) -> None:
+    """Read both as the server will.
+
+    Raises:
+        ConfigError: they are no certificate and its key, or the key has a password, which nobody is asked.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(ssl_certfile, ssl_keyfile, password="")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"ssl_certfile={ssl_certfile!r} and ssl_keyfile={ssl_keyfile!r} are no certificate with its key "
+            f"({error}): give PEM files, the key without a password"
+        ) from None
 
 
 def http_protocol() -> Any:
