@@ -245,6 +245,10 @@ def render_chat(
         ) from None
     # A template that knows no calls expects a text in every message.
     chat = flatten_messages(messages, as_parts=wants_parts, keep_none="tool_calls" in template)
+    if "developer" not in template:
+        # OpenAI's later name of the system's role, whose messages such a template would leave out, or mark so
+        # that the model has never seen it.
+        chat = [m | {"role": "system"} if m["role"] == "developer" else m for m in chat]
     final = ""
     if continue_final_message:
         final = _tag_final(chat[-1])

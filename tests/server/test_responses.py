@@ -147,7 +147,7 @@ def test_items_become_messages(server: Running) -> None:
         {"role": "user", "content": "three"},
     ]
     assert server.post(PATH, ASK | {"input": items}).status_code == 200
-    assert prompt_of(server) == "developer:d\nuser:one\nassistant:two\nassistant:no\nuser:three\nassistant:"
+    assert prompt_of(server) == "system:d\nuser:one\nassistant:two\nassistant:no\nuser:three\nassistant:"
 
 
 def test_output_items_can_be_sent_back(server: Running) -> None:

@@ -88,6 +88,15 @@ def test_parts_and_missing_contents() -> None:
     assert render_chat(asks, [{"role": "user", "content": parts}], {}) == "one\ntwo"
 
 
+def test_a_developer_is_the_system_to_templates_that_know_none() -> None:
+    chat = [{"role": "developer", "content": "Be brief."}, USER]
+    system = [{"role": "system", "content": "Be brief."}, USER]
+    assert render_chat(CHATML, chat, {}) == render_chat(CHATML, system, {})
+    knows = "{% for m in messages %}{% if m.role == 'developer' %}D:{{ m.content }}{% endif %}{% endfor %}"
+    assert render_chat(knows, chat, {}) == "D:Be brief."
+    assert chat[0]["role"] == "developer"  # the caller's own
+
+
 def test_a_template_that_knows_no_calls_gets_texts() -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
