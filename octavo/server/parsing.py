@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Set
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
 
 from octavo.server.errors import ApiError, bad_request
+from octavo.setting_values import members_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,14 @@ BODY_TIMEOUT = 120.0
 DISCARD = 4
 """A body up to this many times the limit is read and thrown away, since most clients look at the answer
 only once they have sent everything."""
+
+MOST_TOLD = 16
+"""Unknown fields of one request that the log tells."""
+
+MOST_NAMES = 1024
+"""Unknown fields that it tells in all."""
+
+_told: set[str] = set()
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -147,8 +158,12 @@ def decode_body(body: bytes, kind: type[T], strict: bool = False) -> T:
     """
     try:
         given = _raw_decoder().decode(body)
-        for name in given.keys() - _known_fields(kind):
-            _refuse_or_warn(name, given[name], kind, strict)
+        unknown = given.keys() - _known_fields(kind)
+        for name in unknown & NOT_BUILT.keys():
+            _refuse_unless_harmless(name, given[name])
+        _tell_unknown(unknown - NOT_BUILT.keys(), kind, strict)
+        for name, inner in _objects(kind).items():
+            _tell_unknown(_names_in(given.get(name)) - _known_fields(inner), inner, strict, f"{name}.")
         value: T = _decoder(kind).decode(body)
     except RecursionError:
         raise bad_request("the request body is nested too deeply") from None
@@ -195,20 +210,8 @@ def _known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
 
-def _refuse_or_warn(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], strict: bool) -> None:
-    harmless = NOT_BUILT.get(name)
-    if harmless is None and strict:
-        name = name[:64]
-        raise ApiError(
-            400,
-            f"{name!r} is no field of this request{_nearest(name, kind)}: leave it out (this server was "
-            "started with --strict-fields)",
-            param=name,
-            code="unknown_parameter",
-        )
-    if harmless is None:
-        _warn_unknown(name[:64], kind)
-    elif not harmless(msgspec.json.decode(raw)):
+def _refuse_unless_harmless(name: str, raw: msgspec.Raw) -> None:
+    if not NOT_BUILT[name](msgspec.json.decode(raw)):
         raise ApiError(
             400,
             f"{name} is not supported by this version: leave it out",
@@ -217,9 +220,44 @@ def _refuse_or_warn(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], str
         )
 
 
-@functools.lru_cache(maxsize=1024)  # each name once, so that a busy client does not flood the log
-def _warn_unknown(name: str, kind: type[msgspec.Struct]) -> None:
-    logger.warning("ignored the unknown request field %r%s", name, _nearest(name, kind))
+def _tell_unknown(names: Set[str], kind: type[msgspec.Struct], strict: bool, where: str = "") -> None:
+    """Refuse the first of some names, or write a line about each: once, and about few, so that neither a busy
+    client nor one that makes names up floods the log, or keeps others waiting.
+
+    Args:
+        where: what stands before them, of fields of an object.
+    """
+    for name in itertools.islice(names, MOST_TOLD):
+        full = where + name[:64]
+        if strict:
+            raise ApiError(
+                400,
+                f"{full!r} is no field of this request{_nearest(name[:64], kind)}: leave it out (this server "
+                "was started with --strict-fields)",
+                param=full,
+                code="unknown_parameter",
+            )
+        if full not in _told and len(_told) < MOST_NAMES:
+            _told.add(full)
+            logger.warning("ignored the unknown request field %r%s", full, _nearest(name[:64], kind))
+
+
+@functools.cache
+def _objects(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """The fields that are objects with fields of their own, which a client may misspell too."""
+    found: dict[str, type[msgspec.Struct]] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        for member in members_of(hint):
+            if isinstance(member, type) and issubclass(member, msgspec.Struct):
+                found[name] = member
+    return found
+
+
+def _names_in(raw: msgspec.Raw | None) -> set[str]:
+    """The names in an object; none of something else, which is refused where it is typed."""
+    if raw is None or not bytes(raw).lstrip().startswith(b"{"):
+        return set()
+    return set(_raw_decoder().decode(raw))
 
 
 def _nearest(name: str, kind: type[msgspec.Struct]) -> str:

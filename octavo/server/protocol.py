@@ -22,6 +22,8 @@ class StreamOptions(Struct):
     """A last chunk without choices carries the usage; the others carry `usage: null`."""
     continuous_usage_stats: bool | None = None
     """With include_usage: every chunk carries the usage so far."""
+    include_obfuscation: bool | None = None
+    """Accepted for compatibility; nothing is padded."""
 
 
 class JsonSchemaFormat(Struct):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from octavo.server.parsing import MOST_TOLD
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_chat import TEXT, events
@@ -207,6 +209,38 @@ def test_unknown_field_warns_with_the_nearest(server: Running, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert server.post(CHAT, {"messages": MESSAGES, "temprature": 1}).status_code == 200
     assert "'temprature' (did the client mean temperature?)" in caplog.text
+
+
+def test_a_body_of_nothing_but_unknown_fields_costs_little(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {f"made_up_{i}": 0 for i in range(200_000)}
+    with caplog.at_level(logging.WARNING):
+        begin = time.process_time()  # the server's is a thread of this process
+        for inner in ({}, {"stream": True, "stream_options": names}):
+            answer = server.post(TEXTS, {"prompt": "a", "max_tokens": 1} | ({} if inner else names) | inner)
+            assert answer.status_code == 200
+        assert time.process_time() - begin < 5  # comparing each name with ours took a minute
+    assert len([line for line in caplog.messages if "unknown request field" in line]) <= 2 * MOST_TOLD
+    refused = server.post(TEXTS, {"prompt": "a", **names, "use_beam_search": True})
+    assert check_error(refused)["param"] == "use_beam_search"
+
+
+def test_unknown_fields_of_objects_are_told_too(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    typo = {"stream": True, "stream_options": {"include_usege": True}}
+    with caplog.at_level(logging.WARNING):
+        assert server.post(TEXTS, {"prompt": "a", "max_tokens": 1} | typo).status_code == 200
+    assert "'stream_options.include_usege' (did the client mean include_usage?)" in caplog.text
+    with running(strict_fields=True) as strict:
+        error = check_error(strict.post(CHAT, {"messages": MESSAGES} | typo))
+        assert (error["param"], error["code"]) == ("stream_options.include_usege", "unknown_parameter")
+        error = check_error(strict.post("/v1/responses", {"input": "a", "reasoning": {"efort": "low"}}))
+        assert error["param"] == "reasoning.efort" and "did the client mean effort?" in error["message"]
+        known = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+        known |= {"response_format": {"type": "text"}, "tool_choice": "none"}
+        assert strict.post(CHAT, {"messages": MESSAGES} | known).status_code == 200
+        wrong = check_error(strict.post(CHAT, {"messages": MESSAGES, "response_format": []}))
+        assert wrong["param"] == "response_format"
 
 
 def test_strict_fields_refuses_unknown_ones_and_no_others() -> None:
