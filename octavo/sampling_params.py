@@ -20,6 +20,8 @@ MAX_STOP_LENGTH = 4096
 MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIAS = 4096
 MAX_TOKEN_IDS = (1 << 31) - 1
+MAX_IDS = 1 << 20
+"""Entries of a list of token ids: more than any vocabulary has."""
 SEED_MODULUS = 1 << 64
 
 
@@ -279,8 +281,10 @@ def _list(name: str, value: Any) -> list[Any]:
 
 def _token_ids(name: str, value: Any) -> list[int]:
     ids = _list(name, value)
-    if len(ids) > MAX_TOKEN_IDS:
-        raise RequestError(f"{name} has {len(ids)} entries: at most {MAX_TOKEN_IDS} are allowed", name)
+    if len(ids) > MAX_IDS:
+        raise RequestError(f"{name} has {len(ids)} entries: at most {MAX_IDS} are allowed", name)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MAX_TOKEN_IDS:
+        return ids  # a quarter of a vocabulary, say, each of which would be looked at below
     return [_integer(name, token, 0, MAX_TOKEN_IDS) for token in ids]
 
 

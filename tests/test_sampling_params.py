@@ -65,6 +65,16 @@ def test_bad_values_are_refused_by_name(name, value):
     message.encode()  # printable anywhere: a lone surrogate is shown escaped
 
 
+def test_lists_of_ids_are_bounded_and_the_caller_s_stay_its_own():
+    with pytest.raises(RequestError, match="stop_token_ids has 1048577 entries: at most 1048576 are allowed"):
+        SamplingParams(stop_token_ids=[1] * ((1 << 20) + 1))
+    given = list(range(100_000))
+    params = SamplingParams(allowed_token_ids=given)
+    assert params.allowed_token_ids == given and params.allowed_token_ids is not given
+    with pytest.raises(RequestError, match="allowed_token_ids=True is not valid"):
+        SamplingParams(allowed_token_ids=[1, True])
+
+
 def test_stop_strings_need_text():
     with pytest.raises(RequestError, match="detokenize=True"):
         SamplingParams(stop="x", detokenize=False)

@@ -212,6 +212,8 @@ class InputProcessor:
         if not ids:
             raise RequestError("prompt is empty: give at least one token", "prompt")
         vocab = self.facts.vocab_size
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
+            return
         for token in ids:
             if type(token) is not int or not 0 <= token < vocab:
                 raise RequestError(

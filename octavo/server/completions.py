@@ -117,8 +117,9 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str 
     prompts: list[list[int]]
     given = body.prompt
     items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
-    if items and all(isinstance(item, int) for item in items):
-        items = [list(items)]  # type: ignore[arg-type]
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        items, kinds = [list(items)], {list}  # type: ignore[list-item]
     if not items:
         raise bad_request("prompt is empty: give a text, token ids, or a list of them", "prompt")
     most = service.config.max_prompts_per_request
@@ -126,11 +127,11 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str 
         raise bad_request(
             f"prompt holds {len(items)} prompts: at most {most} are allowed in one request", "prompt"
         )
-    if all(isinstance(item, str) for item in items):
+    if kinds == {str}:
         texts = [str(item) for item in items]
         special = body.add_special_tokens is not False
         prompts = await asyncio.gather(*(service.text.encode(str(item), special, "prompt") for item in items))
-    elif all(isinstance(item, list) for item in items):
+    elif kinds == {list}:
         prompts = [list(item) for item in items]  # type: ignore[arg-type]
         texts = [None] * len(prompts)
     else:

@@ -72,8 +72,9 @@ def _prompts(service: Service, body: EmbeddingRequest) -> list[str | list[int]]:
     """The texts of a request, each as text or token ids."""
     given = body.input
     items: list[Any] = [given] if isinstance(given, str) else list(given)
-    if items and all(isinstance(item, int) for item in items):
-        items = [items]
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        items, kinds = [items], {list}
     if not items:
         raise bad_request("input is empty: give a text, token ids, or a list of them", "input")
     most = service.config.max_prompts_per_request
@@ -81,7 +82,7 @@ def _prompts(service: Service, body: EmbeddingRequest) -> list[str | list[int]]:
         raise bad_request(
             f"input holds {len(items)} texts: at most {most} are allowed in one request", "input"
         )
-    if any(isinstance(item, int) for item in items):
+    if int in kinds:
         raise bad_request("input mixes token ids and texts: give one kind", "input")
     return items
 

@@ -121,7 +121,7 @@ class TextService:
         Raises:
             ApiError: 400 for an id outside the vocabulary.
         """
-        for token in ids:
+        for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise bad_request(
                     f"token id {token} is outside the vocabulary of {self.vocab_size}", "tokens"
