@@ -17,7 +17,9 @@ from octavo.vllm_names import SAMPLING, translated
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
+MAX_STOP_TOTAL = 1 << 14
 MAX_BAD_WORDS = 1024
+MAX_BAD_TOTAL = 1 << 16
 MAX_LOGIT_BIAS = 4096
 MAX_TOKEN_IDS = (1 << 31) - 1
 MAX_IDS = 1 << 20
@@ -168,8 +170,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesVllmNames, kw_only=True, om
             )
 
     def _check_others(self) -> None:
-        _strings("stop", self.stop, MAX_STOP_STRINGS)
-        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_TOTAL)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_TOTAL)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not valid: give true or false", name)
@@ -288,7 +290,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
     return [_integer(name, token, 0, MAX_TOKEN_IDS) for token in ids]
 
 
-def _strings(name: str, values: Any, most: int) -> None:
+def _strings(name: str, values: Any, most: int, most_chars: int) -> None:
     if len(values) > most:
         raise RequestError(f"{name} has {len(values)} strings: at most {most} are allowed", name)
     for value in values:
@@ -303,6 +305,8 @@ def _strings(name: str, values: Any, most: int) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise RequestError(f"{name} holds {_show(value)}: lone surrogates are not text", name) from None
+    if (chars := sum(map(len, values))) > most_chars:
+        raise RequestError(f"{name} has {chars} characters: at most {most_chars} are allowed", name)
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:

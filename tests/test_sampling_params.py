@@ -65,6 +65,15 @@ def test_bad_values_are_refused_by_name(name, value):
     message.encode()  # printable anywhere: a lone surrogate is shown escaped
 
 
+def test_all_strings_together_are_bounded():
+    """What finds stop strings takes some hundred bytes a character, and bad words are tokenized twice."""
+    for name, count, most in (("stop", 5, 1 << 14), ("bad_words", 17, 1 << 16)):
+        words = [chr(97 + i) * 4000 for i in range(count)]
+        with pytest.raises(RequestError, match=f"{name} has {4000 * count} characters: at most {most}"):
+            SamplingParams(**{name: words})
+        assert len(getattr(SamplingParams(**{name: words[:-1]}), name)) == count - 1
+
+
 def test_lists_of_ids_are_bounded_and_the_caller_s_stay_its_own():
     with pytest.raises(RequestError, match="stop_token_ids has 1048577 entries: at most 1048576 are allowed"):
         SamplingParams(stop_token_ids=[1] * ((1 << 20) + 1))

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 MAX_SALT_LENGTH = 128
+MOST_HELD = 1 << 25
+"""Token ids of all choices of a prompt together: 128 choices of a context of 256 thousand tokens."""
 _SALT_FORBIDDEN = "/@\\\0"
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -162,6 +164,7 @@ class InputProcessor:
             self.need_tokenizer("structured_outputs")
         bad_words = self._bad_words(params)
         self._check_choice(params, bad_words)
+        _check_weight(params, ids, bad_words)
         request_id = request_id or secrets.token_hex(8)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         common = dict(
@@ -279,6 +282,18 @@ class InputProcessor:
                 if ids and ids not in sequences:
                     sequences.append(ids)
         return sequences
+
+
+def _check_weight(params: SamplingParams, ids: list[int], bad_words: list[list[int]]) -> None:
+    """Refuse a request of which the engine would have too much to hold: each choice has all of it."""
+    held = len(ids) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
+    held += sum(map(len, bad_words))
+    if held * params.n > MOST_HELD:
+        raise RequestError(
+            f"n={params.n} choices of {held} token ids each (the prompt's, allowed_token_ids, stop_token_ids "
+            f"and bad_words) are more than {MOST_HELD}: lower n",
+            "n",
+        )
 
 
 def end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:

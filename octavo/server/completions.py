@@ -31,6 +31,10 @@ from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents,
 from octavo.server.usage import UsageCount, stop_cause, stream_usage
 
 
+MAX_CHOICES = 8192
+"""Choices of all prompts of a request together."""
+
+
 async def create_completion(
     service: Service, body: CompletionRequest, request_id: str | None
 ) -> AsgiResponse:
@@ -61,6 +65,12 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
         params = params.clone(prompt_logprobs=body.logprobs)
     params = _best_of(body, params)
     texts, prompts = await _prompts(service, body)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise bad_request(
+            f"prompt holds {len(prompts)} prompts, each with {params.n} choices: at most {MAX_CHOICES} choices "
+            "are made for one request",
+            "prompt" if params.n == 1 else "n",
+        )
     room = service.engine.max_model_len
     for i, prompt in enumerate(prompts):
         prompts[i] = params.truncated(prompt, room)

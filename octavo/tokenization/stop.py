@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -67,11 +68,19 @@ def _cached(stops: tuple[str, ...]) -> _Automaton:
     return _Automaton(stops)
 
 
+# Those that are in use: a request has one, however many choices it has.
+_in_use: weakref.WeakValueDictionary[tuple[str, ...], _Automaton] = weakref.WeakValueDictionary()
+
+
 def _automaton(stops: Sequence[str]) -> _Automaton:
+    key = tuple(stops)
     # Long ones would fill the cache with megabytes, and are rare.
     if sum(map(len, stops)) <= _CACHED_LENGTH:
-        return _cached(tuple(stops))
-    return _Automaton(stops)
+        return _cached(key)
+    found = _in_use.get(key)
+    if found is None:
+        found = _in_use[key] = _Automaton(stops)
+    return found
 
 
 class Match(NamedTuple):

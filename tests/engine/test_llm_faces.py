@@ -108,6 +108,16 @@ def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(llm):
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
+def test_choices_that_would_fill_memory_are_refused(llm, monkeypatch):
+    monkeypatch.setattr("octavo.engine.input_processor.MOST_HELD", 1000)
+    params = SamplingParams(n=8, max_tokens=2, ignore_eos=True, allowed_token_ids=list(range(20, 120)))
+    with pytest.raises(
+        RequestError, match="n=8 choices of 150 token ids each .* are more than 1000: lower n"
+    ):
+        llm.generate([[5] * 50], params, use_tqdm=False)
+    assert len(llm.generate([[5] * 25], params, use_tqdm=False)[0].outputs) == 8
+
+
 def test_prompts_of_every_kind(llm):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     ids = llm.get_tokenizer().encode("The quick brown fox")

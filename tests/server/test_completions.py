@@ -147,6 +147,12 @@ def test_the_best_of_several_choices(server: Running) -> None:
     assert {chunk["choices"][0]["index"] for chunk in events(server, PATH, same)} == {0, 1}
 
 
+def test_choices_of_a_request_are_bounded(server: Running) -> None:
+    refused = server.post(PATH, {"prompt": ["a"] * 100, "n": 100, "max_tokens": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+    assert "100 prompts, each with 100 choices: at most 8192" in refused.json()["error"]["message"]
+
+
 def test_choices_are_ranked_by_their_tokens_mean_log_probability() -> None:
     outputs = [
         CompletionOutput(0, "long", [1] * 4, -4.0),

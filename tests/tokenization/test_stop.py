@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import gc
+import weakref
 
 import pytest
 from hypothesis import example, given, settings
@@ -180,6 +182,18 @@ def test_without_detokenizing() -> None:
     stream = TextStream(None, [1], SamplingParams(detokenize=False))
     assert stream.push([5, 6, 7], finished=True) == ("", None, 3)
     assert stream.text == ""
+
+
+def test_choices_of_a_request_share_what_finds_their_stop_strings() -> None:
+    """It takes some hundred bytes a character, and a request may have many choices."""
+    stops = [chr(97 + i) * 200 for i in range(20)]
+    first, second = StopMatcher(stops), StopMatcher(list(stops))
+    assert first._automaton is second._automaton
+    assert first.feed("x" + "c" * 200 + "y") == second.feed("x" + "c" * 200 + "y") == ("x", (stops[2], 201))
+    kept = weakref.ref(first._automaton)
+    del first, second
+    gc.collect()
+    assert kept() is None  # long ones are not kept
 
 
 @pytest.mark.parametrize("stop", ["a" * 4096, "ab" * 2048, "a" * 4095 + "b"])
