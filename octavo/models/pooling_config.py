@@ -116,11 +116,10 @@ def _parsed(given: dict[str, Any] | str | None) -> dict[str, Any]:
         if key not in ("pooling_type", "normalize"):
             raise ConfigError(f"pooler_config has {key!r}: give pooling_type and normalize")
     if "pooling_type" in out:
-        out["pooling_type"] = str(out["pooling_type"]).upper()
+        kind = out["pooling_type"]
+        out["pooling_type"] = str(kind).upper()
         if out["pooling_type"] not in POOLING_TYPES:
-            raise ConfigError(
-                f"pooling_type={given['pooling_type']!r} is not known: choose {', '.join(POOLING_TYPES)}"
-            )
+            raise ConfigError(f"pooling_type={kind!r} is not known: choose {', '.join(POOLING_TYPES)}")
     if "normalize" in out and not isinstance(out["normalize"], bool):
         raise ConfigError(f"pooler_config's normalize={out['normalize']!r} is not valid: give true or false")
     return out

@@ -30,7 +30,6 @@ from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
 from octavo.server.usage import UsageCount, stop_cause, stream_usage
 
-
 MAX_CHOICES = 8192
 """Choices of all prompts of a request together."""
 
@@ -65,11 +64,12 @@ async def _prepare(service: Service, body: CompletionRequest, model: str, reques
         params = params.clone(prompt_logprobs=body.logprobs)
     params = _best_of(body, params)
     texts, prompts = await _prompts(service, body)
-    if len(prompts) * params.n > MAX_CHOICES:
+    most = max(MAX_CHOICES, service.config.max_prompts_per_request)
+    if len(prompts) * params.n > most:
         raise bad_request(
-            f"prompt holds {len(prompts)} prompts, each with {params.n} choices: at most {MAX_CHOICES} choices "
-            "are made for one request",
-            "prompt" if params.n == 1 else "n",
+            f"prompt holds {len(prompts)} prompts, each with {params.n} choices: at most {most} choices are "
+            "made for one request",
+            "n",
         )
     room = service.engine.max_model_len
     for i, prompt in enumerate(prompts):
@@ -129,7 +129,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str 
     items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
     kinds = set(map(type, items))
     if kinds == {int}:
-        items, kinds = [list(items)], {list}  # type: ignore[list-item]
+        items, kinds = [list(items)], {list}  # type: ignore[arg-type]
     if not items:
         raise bad_request("prompt is empty: give a text, token ids, or a list of them", "prompt")
     most = service.config.max_prompts_per_request

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT = 5
 """Seconds that connections get to close once every answer has been sent."""
+
+MOST_FILES = 65_535
+"""Open files, of which connections are most."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -66,10 +70,22 @@ def serve(create_engine: Callable[[], Awaitable[Engine]], config: ServerConfig) 
         ConfigError: port in use, bad settings.
     """
     sock = bind(config)
+    raise_file_limit()
     try:
         return run(_serve(create_engine, config, sock))
     finally:
         sock.close()
+
+
+def raise_file_limit() -> None:
+    """Take as many open files as the system lets us: each connection is one, and processes begin with few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # systems may have another limit, which they don't tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

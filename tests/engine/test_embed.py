@@ -328,7 +328,7 @@ def test_decoders_pool_over_chunks(kind: str, impl: str, tmp_path: Path):
 
 
 def test_salts_and_priorities_of_texts(tmp_path: Path):
-    folder, _ = decoder("llama", tmp_path)
+    folder = decoder("llama", tmp_path)
     with make(folder, pooler_config={"pooling_type": "LAST"}, **DECODER) as llm:
         prompt = list(range(20, 50))
 

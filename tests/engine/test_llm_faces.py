@@ -385,7 +385,7 @@ def test_blocks_that_do_not_fit_are_refused():
     told = str(caught.value)
     assert told.startswith("num_gpu_blocks_override=1000000000000 (") and "\n" not in told
     assert "does not fit" in told and told.endswith("lower num_gpu_blocks_override")
-    with pytest.raises(ConfigError, match=r"2 groups of layers one each: raise num_gpu_blocks_override"):
+    with pytest.raises(ConfigError, match=r"3 groups of layers one each: raise num_gpu_blocks_override"):
         LLM(str(tiny.checkpoint("gemma2")), device="cpu", num_gpu_blocks_override=1)
     with pytest.raises(ConfigError, match="num_gpu_blocks_override=5 and kv_cache_memory_bytes=100 both"):
         LLM(str(tiny.checkpoint("llama")), num_gpu_blocks_override=5, kv_cache_memory_bytes=100)

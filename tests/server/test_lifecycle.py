@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -124,6 +125,21 @@ def test_a_request_whose_body_comes_while_the_server_shuts_down_is_refused() -> 
             answer = sock.recv(10_000)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in answer
         assert not engine.seen
+
+
+def test_as_many_files_as_may_be_are_open() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))  # noqa: E731
+    command = [sys.executable, "-m", "tests.server.serve_fake", "0", "0", "1"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=few)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "loading\n" and "ready" in child.stdout.readline()
+        soft = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[0]
+        assert soft == min(hard, 65_535) if hard != resource.RLIM_INFINITY else soft == 65_535
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_idle_connections_outlive_those_of_clients() -> None:
