@@ -94,6 +94,7 @@ class Reference:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model if weights else base, dtype=torch.float32
         ).eval()
+        self._model(torch.tensor([[0]]))  # the first pass expands weights
         if not weights:
             _quantize_rows(self._model)
         elif not activations:
