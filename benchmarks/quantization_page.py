@@ -120,11 +120,17 @@ def _reference(name: str, found: dict[str, Any]) -> list[str]:
         if row in found["rows"]:
             one = found["rows"][row]
             lines.append(f"| {what} | {by} | {_rise(one)} | {one['kl_mean']:.4f} |")
+    wanted = 1 + float(ROWS["FP8_DYNAMIC"][1].rstrip("%")) / 100
+    alone = [
+        found["rows"][row] for row, what in REFERENCES.items() if what != "both" and row in found["rows"]
+    ]
+    if alone and all(one["perplexity_ratio"] > wanted for one in alone):
+        lines += ["", "Each of the two alone costs more than is wanted of both."]
     return [
         *lines,
         "",
-        "E4M3 has 3 bits of mantissa, so that each number is rounded by a share of itself, whatever the",
-        f"scale: the matrices by {errors['fp8, rows']:.2%} (root mean square, of that of the weights) with a",
-        f"scale for each row, by {errors['fp8, groups']:.2%} with one for every 32 columns. Int8 with a",
-        f"scale for each row rounds them by {errors['int8, rows']:.2%}.",
+        "E4M3 has 3 bits of mantissa: it rounds each number by a share of itself, which finer scales hardly",
+        "change. Root mean square of the change of this model's matrices, of that of the weights:",
+        f"{errors['fp8, rows']:.2%} with a scale for each row, {errors['fp8, groups']:.2%} with one for",
+        f"every 32 columns; by int8 with a scale for each row {errors['int8, rows']:.2%}.",
     ]

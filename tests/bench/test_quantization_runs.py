@@ -86,7 +86,7 @@ def test_the_page() -> None:
     rows = {"FP8_DYNAMIC": {**row, "all": one}, "W8A8": {**row, "all": worse}, "W4A16": {**row, "all": worse}}
     errors = {"fp8, rows": 0.026, "fp8, groups": 0.026, "int8, rows": 0.009}
     model = {"about": "7 million parameters.", "group": 64, "rows": rows}
-    reference = {"errors": errors, "rows": dict.fromkeys(("FP8_DYNAMIC", *REFERENCES), one)}
+    reference: dict[str, Any] = {"errors": errors, "rows": dict.fromkeys(("FP8_DYNAMIC", *REFERENCES), one)}
     results = {
         "models": {"tiny": {**model, "reference": reference}, "other": model},
         "texts": {"ab": {"name": "a.txt", "sha256": "ab"}},
@@ -97,3 +97,7 @@ def test_the_page() -> None:
     assert "| W8A8 | int8 weights and activations | +2.00% ± 0.10% | 1%: missed | 50,000 |" in lines
     assert any(line.startswith("| W4A16 |") and "llm-compressor: not compared |" in line for line in lines)
     assert "| activations alone | compressed-tensors | +0.40% ± 0.10% | 0.0100 |" in lines
+    told = "Each of the two alone costs more than is wanted of both."
+    assert told not in lines
+    reference["rows"] = dict.fromkeys(("FP8_DYNAMIC", *REFERENCES), worse)
+    assert told in page(results).splitlines()
