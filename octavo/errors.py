@@ -44,3 +44,9 @@ class EngineRestartingError(EngineDeadError):
 
 class RequestFailedError(OctavoError):
     """A request was accepted but could not be finished (a step failed); others are unaffected."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, as a part of one of ours: its first line, or its kind if it says
+    nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

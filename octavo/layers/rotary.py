@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, first_line
 from octavo.layers.layer import BuildContext, Layer
 from octavo.models.config import RopeConfig
 
@@ -177,6 +177,6 @@ class RotaryEmbedding(Layer):
         except RuntimeError as error:  # PyTorch's for memory that cannot be had
             raise ConfigError(
                 f"max_model_len={build.max_model_len} needs a rotary table that cannot be had "
-                f"({str(error).splitlines()[0]}): lower max_model_len"
+                f"({first_line(error)}): lower max_model_len"
             ) from None
         self.register_buffer("cos_sin", table, persistent=False)

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, first_line
 from octavo.models.safetensors_file import list_indexed
 from octavo.models.shards import check_shards
 
@@ -52,8 +52,7 @@ def load_bin(path: Path) -> dict[str, torch.Tensor]:
         # weights_only: the file holds a pickle, which may otherwise run code.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{path}: cannot be loaded safely ({reason[:300]}): {_REMEDY}") from None
+        raise ModelError(f"{path}: cannot be loaded safely ({first_line(error)[:300]}): {_REMEDY}") from None
     if not isinstance(state, dict):
         raise ModelError(f"{path}: holds {type(state).__name__}, not tensors by name: {_REMEDY}")
     for name, tensor in state.items():

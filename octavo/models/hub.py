@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, first_line
 from octavo.models.hub_files import is_complete, wanted_files
 
 logger = logging.getLogger(__name__)
@@ -302,26 +302,30 @@ def _one_line(repo: str, revision: str) -> Iterator[None]:
         ),
         (errors.HFValidationError, lambda e: f"model {repo!r} is not a hub id: give org/name, or a folder"),
         (errors.HfHubHTTPError, lambda e: _refusal(repo, revision, e.response.status_code)),
-        (errors.XetDownloadError, lambda e: f"model {repo!r} could not be fetched ({_first(e)}): try again"),
+        (
+            errors.XetDownloadError,
+            lambda e: f"model {repo!r} could not be fetched ({first_line(e)}): try again",
+        ),
     ]
     try:
         yield
     except (errors.OfflineModeIsEnabled, httpx.TransportError) as error:
-        raise _Unreachable(f"{constants.ENDPOINT} does not answer ({_first(error)})") from None
+        raise _Unreachable(f"{constants.ENDPOINT} does not answer ({first_line(error)})") from None
     except tuple(kind for kind, _ in told) as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status >= 500:
             raise _Unreachable(f"{constants.ENDPOINT} answers with status {status}") from None
         raise ModelError(next(tell(error) for kind, tell in told if isinstance(error, kind))) from None
     except errors.LocalEntryNotFoundError as error:
-        raise _Unreachable(f"{constants.ENDPOINT} stopped answering ({_first(error)})") from None
+        raise _Unreachable(f"{constants.ENDPOINT} stopped answering ({first_line(error)})") from None
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ModelError(
                 f"no space left for model {repo!r}: make room, or name another folder with --download-dir"
             ) from None
         raise ModelError(
-            f"model {repo!r} could not be fetched ({_first(error)}): check the cache folder and the network"
+            f"model {repo!r} could not be fetched ({first_line(error)}): check the cache folder and the "
+            "network"
         ) from None
 
 
@@ -332,7 +336,3 @@ def _refusal(repo: str, revision: str, status: int) -> str:
             "is valid and may read it"
         )
     return f"the hub answers with status {status} to model {repo!r} at revision {revision!r}: try again later"
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.errors import ConfigError, ModelError, OctavoError
+from octavo.errors import ConfigError, ModelError, OctavoError, first_line
 from octavo.models.config import ModelConfig, RopeConfig
 from octavo.models.hf_families import FAMILIES
 from octavo.quantization.read_config import read_quantization
@@ -72,7 +72,9 @@ def hf_config(raw: dict[str, Any], where: str = "config.json") -> Any:
     try:
         return mapping[kind].from_dict(dict(raw))
     except Exception as error:  # whatever a config class raises on values of a wrong kind
-        raise ModelError(f"{where}: refused by transformers ({_line(error)}): fetch the file again") from None
+        raise ModelError(
+            f"{where}: refused by transformers ({first_line(error)}): fetch the file again"
+        ) from None
 
 
 def model_config_from_raw(
@@ -100,7 +102,7 @@ def model_config_from_raw(
         raise
     except Exception as error:  # config classes have properties that raise
         raise ModelError(
-            f"{where}: {architecture}'s config cannot be read ({_line(error)}): use another model"
+            f"{where}: {architecture}'s config cannot be read ({first_line(error)}): use another model"
         ) from None
 
 
@@ -254,7 +256,3 @@ def _number(config: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LONGEST:
         raise ModelError(f"{where}: {key}={value!r} is not a positive integer: fetch the file again")
     return value
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, first_line
 from octavo.kernels import ops
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_layer import Attention
@@ -284,10 +284,9 @@ class Remainder(Layer):
             with own_type(module, self._ropes[0]):
                 self._part_of(name)._init_weights(module)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
-                f"{type(self._model[0]).__name__} cannot compute the buffers of its {name} ({reason}): use "
-                "another model"
+                f"{type(self._model[0]).__name__} cannot compute the buffers of its {name} "
+                f"({first_line(error)}): use another model"
             ) from None
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)

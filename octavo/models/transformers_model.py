@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, first_line
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.embedding import VocabEmbedding
 from octavo.layers.layer import LoadTarget
@@ -211,8 +211,9 @@ def _build(config: ModelConfig) -> Any:
         with torch.device("meta"):
             model = cls._from_config(hf, attn_implementation="eager", dtype=torch.float32)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{config.architecture} cannot be built by transformers: {reason}") from None
+        raise ModelError(
+            f"{config.architecture} cannot be built by transformers: {first_line(error)}"
+        ) from None
     model.config.use_cache = False
     return model.eval()
 
@@ -274,9 +275,9 @@ def _check_tail(model: Any, prefix: str, tail: _Tail, config: ModelConfig) -> No
         with torch.no_grad():
             logits = _with_tail(model, prefix, tail)(inputs_embeds=tail.hidden, use_cache=False).logits
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{config.architecture}: its logits need more than hidden states ({reason}): use another model"
+            f"{config.architecture}: its logits need more than hidden states ({first_line(error)}): use "
+            "another model"
         ) from None
     if logits.shape != (1, 2, config.vocab_size):
         raise ModelError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig, make_config
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, first_line
 from octavo.models.held import HeldModel, hold, release
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -155,10 +155,9 @@ def _weights(module: Any, name: str) -> dict[str, Any]:
     try:
         return dict(revert_weight_conversion(module, module.state_dict()))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{name}: transformers can't name its checkpoint's tensors ({reason}): save the model, and name "
-            "its folder"
+            f"{name}: transformers can't name its checkpoint's tensors ({first_line(error)}): save the "
+            "model, and name its folder"
         ) from None
 
 

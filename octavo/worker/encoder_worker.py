@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, EngineDeadError, ModelError
+from octavo.errors import ConfigError, ModelError, first_line
 from octavo.models.fingerprint import fingerprint
 from octavo.models.loader import load_model_config
 from octavo.models.locate import ModelSource, configured_model
@@ -22,6 +22,7 @@ from octavo.models.transformers_config import hf_config, import_transformers
 from octavo.step_messages import ModelFacts
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
+from octavo.worker.device_errors import noticing_death
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +106,9 @@ class EncoderWorker:
             row[: len(text)] = text
         mask = np.arange(ids.shape[1]) < lengths[:, None]
         d_ids, d_mask, d_lengths = (torch.from_numpy(a).to(self.device) for a in (ids, mask, lengths))
-        try:
+        with noticing_death():
             hidden = self.model(input_ids=d_ids, attention_mask=d_mask.long())[0]
             return pool_padded(self.pooling_type, hidden, d_lengths).cpu().numpy()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if "CUDA error" in str(error):  # sticky: every later call fails as well
-                raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error
-            raise
 
     def close(self) -> None:
         """Free the model."""
@@ -156,8 +151,7 @@ def _load(
                 source.path, config=hf, output_loading_info=True, local_files_only=True, **options
             )
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"{source.path}: cannot be loaded: {reason}") from None
+            raise ModelError(f"{source.path}: cannot be loaded: {first_line(error)}") from None
         finally:
             transformers.utils.logging.set_verbosity(before)
         lacking = [name for name in report["missing_keys"] if not name.startswith(_ONLY_HEADS)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, first_line
 from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import layers_per_page
@@ -84,6 +84,6 @@ def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the KV cache does not fit on {device}: {str(error).splitlines()[0]} Lower "
+            f"the KV cache does not fit on {device}: {first_line(error)} Lower "
             "gpu_memory_utilization or kv_cache_memory_bytes"
         ) from None

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import EngineDeadError
 from octavo.kv.disk_store import DiskStore
 from octavo.step_messages import StepPlan, StepResult, TokenMasks
+from octavo.worker.device_errors import device_failed
 from octavo.worker.host_cache import HostCache
 from octavo.worker.host_memory import GIB
 
@@ -141,7 +141,7 @@ def _poll(host: HostCache) -> tuple[list[int], list[int]]:
     try:
         return host.poll()
     except RuntimeError as error:
-        raise EngineDeadError(f"the device failed: {error}") from error
+        raise device_failed(error) from error
 
 
 def prefill_rate(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import EngineDeadError
+from octavo.worker.device_errors import device_failed
 
 # Steps that may be under way at once; each has memory of its own until its tokens have been read.
 _STEPS = 8
@@ -23,7 +23,7 @@ def wait_for(*events: Any) -> None:
             if event is not None:
                 event.synchronize()
     except RuntimeError as error:
-        raise EngineDeadError(f"the device failed: {error}") from error
+        raise device_failed(error) from error
 
 
 class TokenTransfer:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, EngineDeadError, RequestError
+from octavo.errors import ConfigError, RequestError, first_line
 from octavo.kernels.cpu import ops as cpu_kernels
 from octavo.kv.capacity import token_capacity
 from octavo.kv.draft_pages import DraftPages
@@ -53,6 +53,7 @@ from octavo.worker.device import (
     choose_quantization,
     set_threads,
 )
+from octavo.worker.device_errors import noticing_death
 from octavo.worker.draft_loading import LoadedDraft, load_draft
 from octavo.worker.draft_runner import DraftRunner, attach_draft
 from octavo.worker.expert_parallel import expert_parallel
@@ -258,7 +259,7 @@ class Worker:
             load_weights(model, weights)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"the weights of {source.name} do not fit on {self.device}: {str(error).splitlines()[0]}"
+                f"the weights of {source.name} do not fit on {self.device}: {first_line(error)}"
             ) from None
         self.model = model
 
@@ -299,16 +300,10 @@ class Worker:
         Raises:
             EngineDeadError: the device can run nothing more.
         """
-        try:
+        with noticing_death():
             if self.tiers is not None:
                 return self.tiers.execute(plan, self.runner.execute)
             return self.runner.execute(plan)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if "CUDA error" in str(error):  # sticky: every later call fails as well
-                raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error
-            raise
 
     def sleep(self, level: int) -> int:
         """Give back the KV cache, and the weights: at level 1 a GPU's, into host memory (on a CPU they are
@@ -538,7 +533,7 @@ class Worker:
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of max_num_batched_tokens={rows} tokens does not fit on {self.device}: "
-                f"{str(error).splitlines()[0]} Lower max_num_batched_tokens or max_num_seqs"
+                f"{first_line(error)} Lower max_num_batched_tokens or max_num_seqs"
             ) from None
         self._drain(runner)
         torch.cuda.synchronize(self.device)
