@@ -22,10 +22,7 @@ from octavo.kv.capacity import token_capacity
 from octavo.kv.draft_pages import DraftPages
 from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
-from octavo.kv.keys import root_key
-from octavo.layers.rotary import rope_variant
 from octavo.models.eagle3 import Eagle3Head
-from octavo.models.fingerprint import fingerprint
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
@@ -37,14 +34,13 @@ from octavo.parallel.stages import StageGroup
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.planning.budget import most_blocks, with_slack
 from octavo.planning.ledger import Ledger
-from octavo.quantization.checkpoint_method import mode_of
-from octavo.quantization.local_hardware import hardware_of
 from octavo.sampling_params import SamplingParams
 from octavo.speculative_config import SpeculativeConfig
 from octavo.step_messages import ModelFacts, StepPlan
 from octavo.tokenization.tokenizer import load_tokenizer
 from octavo.worker import kv_scales
 from octavo.worker.batch_invariance import check_batch_invariant
+from octavo.worker.cache_root import cache_root
 from octavo.worker.device import (
     DTYPES,
     choose_device,
@@ -146,18 +142,7 @@ class Worker:
         if speculative is not None and speculative.model is not None:
             self.draft = self._load_draft(speculative, source, wanted)
         self._size_cache(wanted)
-        # The context's length enters only where the rotation depends on it, so that a restart with
-        # another one keeps its keys.
-        model = self.model_config
-        variant = rope_variant(model.rope, model.max_position_embeddings, wanted)
-        rope = f"{model.rope!r}:{sorted(variant.items())!r}"
-        root = root_key(
-            fingerprint(source, self.model_config, config.load_format, config.seed),
-            self._arithmetic(),
-            self._kv_format(),
-            rope,
-            config.block_size,
-        )
+        root = cache_root(self, source, wanted)
         if self.tiers is not None:
             self.tiers.open_store(root)
         memory = self._measure_memory()
@@ -281,18 +266,6 @@ class Worker:
         if self.config.skip_tokenizer_init:
             return kv_scales.random_tokens(vocab, most)
         return kv_scales.text_tokens(load_tokenizer(configured_tokenizer(self.config, source)), vocab, most)
-
-    def _kv_format(self) -> str:
-        """What decides how KV values are stored: for the root of their keys."""
-        whole = self.groups if self.part is None else self.part.groups  # the same on every stage
-        groups = [f"{g.name}={','.join(map(str, g.layers))}:{g.format.describe()}" for g in whole]
-        return ";".join(groups if self.kv_scales is None else [*groups, self.kv_scales.digest])
-
-    def _arithmetic(self) -> str:
-        """What decides how KV values are rounded: for the root of their keys."""
-        invariant = "batch_invariant" if self.config.batch_invariant else None
-        kinds = (self.dtype, self._describe_quantization(), invariant)
-        return "+".join(kind for kind in kinds if kind is not None)
 
     def execute(self, plan: StepPlan) -> Launched:
         """Launch a step, and the copies of blocks that go with it.
@@ -570,15 +543,6 @@ class Worker:
             num_computed: tokens of each that the cache is taken to hold.
         """
         return first_step(self.groups, self.config.block_size, num_rows, params, num_computed)
-
-    def _describe_quantization(self) -> str | None:
-        """How weights are rounded, and what is computed with them."""
-        if self.quantization is None or not self.quantization.rules:
-            return None if self.quantization is None else self.quantization.format
-        hardware = hardware_of(self.device)
-        config = self.quantization
-        modes = (f"{scheme.name}:{mode_of(config, scheme, hardware).mode}" for scheme in config.schemes)
-        return ",".join((config.title, *modes))
 
 
 def _prepare_triton() -> None:
