@@ -9,16 +9,16 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 from octavo.config import EngineConfig, make_config
 from octavo.engine.client import CoreClient, ProcessClient
 from octavo.engine.embedding_input import EmbeddingInput
-from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
+from octavo.engine.embedding_output import PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from octavo.engine.mailbox import Mailbox
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.output_processor import outputs_for
 from octavo.engine.question import Question
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.totals import Totals
@@ -83,17 +83,13 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = loop
         self._processor = InputProcessor(config)
         self._embedding_input = EmbeddingInput(self._processor)
-        # Either takes in what the core tells; which one is known by what the model makes.
-        self._outputs: OutputProcessor | EmbeddingOutputs = (
-            OutputProcessor(self._processor.tokenizer, config.synthetic_acceptance)
-            if self._processor.pooling is None
-            else EmbeddingOutputs()
-        )
+        self._outputs = outputs_for(self._processor)
         self._lock = threading.Lock()  # guards _outputs, _queues and _totals
         self._queues: dict[str, Mailbox[_Item]] = {}
         self._profiles: Question[ProfileStatus] = Question()
         self._kv_maps: Question[KVMap] = Question()
         self._sleeps: Question[SleepStatus] = Question()
+        self._questions: tuple[Question[Any], ...] = (self._profiles, self._kv_maps, self._sleeps)
         self._asleep = False  # or about to be
         self._totals = Totals()
         self._dead: EngineDeadError | None = None
@@ -429,11 +425,6 @@ class AsyncLLM:
         await asyncio.to_thread(self._client.close)
         self._pool.shutdown(wait=False)
 
-    @property
-    def makes_embeddings(self) -> bool:
-        """Whether the model makes embeddings, and no texts."""
-        return self._processor.pooling is not None
-
     def _start(self, prepared: PreparedRequest | PreparedEmbedding) -> Mailbox[_Item]:
         self._check_awake()
         merges = isinstance(prepared, PreparedRequest) and prepared.params.output_kind == _DELTA
@@ -486,12 +477,9 @@ class AsyncLLM:
                 self._client.send(AbortRequests(stopped))
         if ready:
             self._hand_over(ready)
-        if news.profile is not None:
-            self._tell(self._profiles, news.profile)
-        if news.kv_map is not None:
-            self._tell(self._kv_maps, news.kv_map)
-        if news.sleep is not None:
-            self._tell(self._sleeps, news.sleep)
+        for question, answer in zip(self._questions, (news.profile, news.kv_map, news.sleep), strict=True):
+            if answer is not None:
+                self._on_loop(question.answers.put_nowait, answer)
 
     def _on_death(self, error: EngineDeadError) -> None:
         restarts = self._restarts is not None and not self._abandoned.is_set() and self._restarts.take()
@@ -502,9 +490,8 @@ class AsyncLLM:
             self._dead = error
             lost = {i: m for i, m in self._queues.items() if not restarts or not self._resendable(i)}
         self._hand_over([(items, error) for items in lost.values()])
-        self._tell(self._profiles, error)
-        self._tell(self._kv_maps, error)
-        self._tell(self._sleeps, error)
+        for question in self._questions:
+            self._on_loop(question.answers.put_nowait, error)
         if restarts:
             self._restarter = threading.Thread(target=self._restart, name="octavo-restart")
             self._restarter.start()
@@ -523,7 +510,7 @@ class AsyncLLM:
 
     def _is_awaited(self) -> bool:
         """Whether anybody waits for the core."""
-        return bool(self._queues) or any(q.waiting for q in (self._profiles, self._kv_maps, self._sleeps))
+        return bool(self._queues) or any(question.waiting for question in self._questions)
 
     # ---- on a thread of its own -----------------------------------------------------------------
 
@@ -558,24 +545,21 @@ class AsyncLLM:
 
     # ---- to the loop ----------------------------------------------------------------------------
 
-    def _tell(self, question: Question[Any], answer: object) -> None:
-        """Hand an answer to whoever waits for it."""
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        """Call something on the loop's thread."""
         if self._loop is None:  # nobody has asked anything yet
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(question.answers.put_nowait, answer)
+            self._loop.call_soon_threadsafe(call, *args)
 
     def _hand_over(self, items: list[tuple[Mailbox[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""
+        self._on_loop(_put_all, items)
 
-        def put() -> None:
-            for waiting, item in items:
-                waiting.put(item)
 
-        if self._loop is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(put)
+def _put_all(items: list[tuple[Mailbox[_Item], _Item]]) -> None:
+    for waiting, item in items:
+        waiting.put(item)
 
 
 AsyncLLMEngine = AsyncLLM

@@ -6,18 +6,19 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 
+from octavo.batch_arguments import as_prompts, one_each
 from octavo.config import EngineConfig, make_config
 from octavo.engine.client import ThreadClient
 from octavo.engine.embedding_input import EmbeddingInput
-from octavo.engine.embedding_output import EmbeddingOutputs, PreparedEmbedding
+from octavo.engine.embedding_output import PreparedEmbedding
 from octavo.engine.input_processor import InputProcessor, PreparedRequest, Prompt
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.output_processor import outputs_for
 from octavo.errors import (
     EngineAsleepError,
     EngineDeadError,
@@ -41,6 +42,7 @@ from octavo.messages import (
 )
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
+from octavo.progress import request_bar
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.step_messages import ModelFacts
 from octavo.tokenization.chat_template import load_chat_template
@@ -87,12 +89,7 @@ class LLM:
         self._close = weakref.finalize(self, self._client.close)
         self._processor.facts = self._client.facts
         self._embedding_input = EmbeddingInput(self._processor)
-        # Either takes in what the core tells; which one is known by what the model makes.
-        self._outputs: OutputProcessor | EmbeddingOutputs = (
-            OutputProcessor(self._processor.tokenizer, self.config.synthetic_acceptance)
-            if self._processor.pooling is None
-            else EmbeddingOutputs()
-        )
+        self._outputs = outputs_for(self._processor)
         self._stats = CoreStats(kv_blocks_total=self._client.facts.num_blocks)
         self._names = iter(range(1 << 62))
         self._asleep = False
@@ -163,7 +160,7 @@ class LLM:
             RequestFailedError: a step failed.
             EngineDeadError: the engine has ended.
         """
-        batch = _as_batch(prompts)
+        batch = as_prompts(prompts)
         params = self._params_for(len(batch), sampling_params)
         if priority is not None and len(priority) != len(batch):
             raise RequestError(
@@ -180,13 +177,7 @@ class LLM:
                 )
                 for i, (prompt, p) in enumerate(zip(batch, params, strict=True))
             ]
-            results: dict[str, RequestOutput] = {}
-            # Closed at once when the loop is interrupted: a traceback that somebody keeps would hold it open.
-            with _progress(use_tqdm, len(batch)) as bar, contextlib.closing(self._run(prepared)) as outputs:
-                for output in outputs:
-                    results[output.request_id] = output
-                    bar.advance(output)
-        return [results[p.request_id] for p in prepared]
+            return self._run_all(prepared, use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -271,7 +262,7 @@ class LLM:
         Raises:
             As `generate`.
         """
-        heads, tails = _as_batch(prompts), _as_batch(continuations)
+        heads, tails = as_prompts(prompts), as_prompts(continuations)
         if len(heads) == 1:
             heads = heads * len(tails)
         if len(heads) != len(tails):
@@ -321,8 +312,9 @@ class LLM:
             RequestFailedError: a step failed.
             EngineDeadError: the engine has ended.
         """
-        batch = _as_batch(prompts)
-        params = _pooling_params(len(batch), pooling_params)
+        batch = as_prompts(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = one_each("pooling_params", given, PoolingParams, len(batch), "texts")
         if truncate_prompt_tokens is not None:
             changed = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [PoolingParams(**{**msgspec.structs.asdict(p), **changed}) for p in params]
@@ -331,15 +323,7 @@ class LLM:
                 self._embedding_input.prepare(prompt, p, str(next(self._names)), prompt_name=prompt_name)
                 for prompt, p in zip(batch, params, strict=True)
             ]
-            results: dict[str, EmbeddingRequestOutput] = {}
-            with (
-                _progress(use_tqdm, len(batch)) as bar,
-                contextlib.closing(self._run(prepared)) as outputs,
-            ):
-                for output in outputs:
-                    results[output.request_id] = output
-                    bar.tick()
-        return [results[p.request_id] for p in prepared]
+            return self._run_all(prepared, use_tqdm)
 
     # ---- the rest -------------------------------------------------------------------------------
 
@@ -471,6 +455,16 @@ class LLM:
                 if (found := getattr(news, answer)) is not None:
                     return found
 
+    def _run_all(self, prepared: Sequence[PreparedRequest | PreparedEmbedding], use_tqdm: bool) -> list[Any]:
+        """Run requests to their ends, under a bar; their outputs, in order."""
+        results: dict[str, Any] = {}
+        # Closed at once when the loop is interrupted: a traceback that somebody keeps would hold it open.
+        with request_bar(use_tqdm, len(prepared)) as bar, contextlib.closing(self._run(prepared)) as outputs:
+            for output in outputs:
+                results[output.request_id] = output
+                bar.advance(output)
+        return [results[p.request_id] for p in prepared]
+
     def _run(self, prepared: Sequence[PreparedRequest | PreparedEmbedding]) -> Generator[Any, None, None]:
         """Start requests and yield their outputs until all have finished; whatever is left is aborted."""
         if not self._close.alive:
@@ -504,13 +498,8 @@ class LLM:
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self._processor.default_params()] * count
-        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
-            raise RequestError("sampling_params is not valid: give SamplingParams, or a list of them")
-        if len(given) != count:
-            raise RequestError(f"{len(given)} sampling_params for {count} prompts: give one, or one each")
-        return list(given)
+        given = self._processor.default_params() if given is None else given
+        return one_each("sampling_params", given, SamplingParams, count)
 
     def _ids(self, prompt: Prompt, special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -518,61 +507,3 @@ class LLM:
         if isinstance(prompt, dict):
             raise RequestError("score takes text or token ids", "prompt")
         return list(prompt)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
-        raise RequestError(
-            f"prompts is {type(prompts).__name__}: give text, token ids, or a list of them", "prompt"
-        )
-    items = list(prompts)
-    if not items:
-        return []
-    if all(isinstance(item, int) for item in items):
-        return [cast("list[int]", items)]
-    return cast("list[Prompt]", items)
-
-
-def _pooling_params(count: int, given: PoolingParams | Sequence[PoolingParams] | None) -> list[PoolingParams]:
-    if given is None or isinstance(given, PoolingParams):
-        return [given or PoolingParams()] * count
-    if not isinstance(given, Sequence) or not all(isinstance(params, PoolingParams) for params in given):
-        raise RequestError("pooling_params is not valid: give PoolingParams, or a list of them")
-    if len(given) != count:
-        raise RequestError(f"{len(given)} pooling_params for {count} texts: give one, or one each")
-    return list(given)
-
-
-class _Bar:
-    """Progress over requests, with token rates; silent when not asked for."""
-
-    def __init__(self, bar: Any):
-        self._bar = bar
-        self._tokens = 0
-
-    def advance(self, output: RequestOutput) -> None:
-        """A request has finished."""
-        if self._bar is not None:
-            self._tokens += sum(len(choice.token_ids) for choice in output.outputs)
-            elapsed = self._bar.format_dict["elapsed"] or 1e-9
-            self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tokens/s", refresh=False)
-            self._bar.update()
-
-    def tick(self) -> None:
-        """A text has finished."""
-        if self._bar is not None:
-            self._bar.update()
-
-
-@contextlib.contextmanager
-def _progress(show: bool, total: int) -> Iterator[_Bar]:
-    if not show:
-        yield _Bar(None)
-        return
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True) as bar:
-        yield _Bar(bar)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from octavo.engine.input_processor import PreparedRequest
+from octavo.engine.embedding_output import EmbeddingOutputs
+from octavo.engine.input_processor import InputProcessor, PreparedRequest
 from octavo.errors import OctavoError, RequestError, RequestFailedError
 from octavo.messages import CoreOutput, CoreRequest, RequestMetrics
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
@@ -248,3 +249,10 @@ class OutputProcessor:
             metrics=live.metrics,
             synthetic_acceptance=self._synthetic,
         )
+
+
+def outputs_for(processor: InputProcessor) -> OutputProcessor | EmbeddingOutputs:
+    """What takes in the core's news: texts or embeddings, by what the model makes."""
+    if processor.pooling is not None:
+        return EmbeddingOutputs()
+    return OutputProcessor(processor.tokenizer, processor.config.synthetic_acceptance)

@@ -394,7 +394,6 @@ def test_async_engine(kind: str, tmp_path: Path):
 
     async def main() -> list[torch.Tensor]:
         async with await AsyncLLM.create(str(folder), **settings) as engine:
-            assert engine.makes_embeddings
             with pytest.raises(RequestError, match="not for texts"):
                 async for _ in engine.generate([5], SamplingParams()):
                     pass

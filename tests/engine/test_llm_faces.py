@@ -11,7 +11,7 @@ import pytest
 
 from octavo import LLM, SamplingParams, TextPrompt, TokensPrompt
 from octavo.errors import ConfigError, EngineDeadError, ModelError, RequestError
-from octavo.llm import _Bar
+from octavo.progress import RequestBar
 from tests import tiny
 
 SMALL = dict(
@@ -304,7 +304,7 @@ def test_an_interrupt_ends_the_call_and_nothing_else(llm, monkeypatch):
         raise KeyboardInterrupt
 
     kept = []
-    for cls, name in ((_Bar, "advance"), (type(llm._outputs), "process"), (type(llm._client), "send")):
+    for cls, name in ((RequestBar, "advance"), (type(llm._outputs), "process"), (type(llm._client), "send")):
         with monkeypatch.context() as patch:
             patch.setattr(cls, name, interrupt)
             with pytest.raises(KeyboardInterrupt) as caught:
