@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+CODE = ("octavo", "tests", "benchmarks", "tools")
 FENCE = re.compile(
     r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
@@ -84,12 +86,58 @@ def test_console_examples_parse(page):
                 pytest.fail(f"{page.name}:{number}: octavo {shlex.join(argv)} is refused")
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    heads = re.findall(r"^#+ +(.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" not in target and not target.startswith(("#", "mailto:")):
             assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+        path, _, anchor = target.partition("#")
+        if anchor and "://" not in target:
+            other = page.parent / path if path else page
+            assert anchor in anchors(other), f"{page.name} links to {target}, which {other.name} lacks"
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """All that a reader is told: pages, and the code with its docstrings and comments."""
+    for path in (*PAGES, *(path for part in CODE for path in (ROOT / part).rglob("*.py"))):
+        yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def test_files_that_are_named_exist():
+    there = {f"/{path.relative_to(ROOT)}" for part in CODE for path in (ROOT / part).rglob("*.*")}
+    elsewhere = {"convert_hf_to_gguf.py", "src/llama-model.cpp"}  # llama.cpp's
+    lost = [
+        f"{where}: {name}"
+        for where, text in texts()
+        for name in re.findall(r"`([\w/.-]+\.(?:py|cpp|h|js|css))`", text)
+        if name not in elsewhere and not any(path.endswith("/" + name) for path in there)
+    ]
+    assert not lost
+
+
+def test_names_of_our_modules_that_are_given_in_full_exist():
+    """`octavo.engine.watchdog`, or `octavo.engine.watchdog.Watch`."""
+    spans = {"octavo.service", "octavo.schedule"}  # of traces and profiles
+    lost = []
+    for where, text in texts():
+        for name in set(re.findall(r"`(octavo(?:\.\w+)+)[`(]", text)) - spans:
+            module, rest = ROOT / "octavo", name.split(".")[1:]
+            while rest and ((module / rest[0]).is_dir() or (module / f"{rest[0]}.py").is_file()):
+                module /= rest.pop(0)
+            if rest:
+                path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+                if not words.issuperset(rest):
+                    lost.append(f"{where}: {name}")
+    assert not lost
 
 
 def test_what_is_generated_from_the_code_is_what_the_code_says():
