@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 import torch
 
@@ -54,6 +55,15 @@ def backend_class(name: str) -> type[AttentionBackend]:
         ConfigError: its library is not installed.
     """
     module, cls, _ = BACKENDS[name]
+    return load_class(name, module, cls)
+
+
+def load_class(name: str, module: str, cls: str) -> Any:
+    """The class `cls` of a module, which the backend `name` is.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
     try:
         return getattr(importlib.import_module(module), cls)
     except ImportError as error:

@@ -7,7 +7,6 @@ in the latent space. Backends read the same paged cache and metadata as ordinary
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from octavo.kernels import reference_latent
 from octavo.kv.format import QUANTIZED, KVFormat
 from octavo.layers.attention import AttentionMetadata, PagedBackend
 from octavo.layers.attention_layer import CachedLayer
+from octavo.layers.backends import load_class
 from octavo.layers.latent_attention_linear import LatentUpProjection
 from octavo.layers.layer import BuildContext, divide
 from octavo.layers.norm import RMSNorm
@@ -112,13 +112,7 @@ def latent_backend_class(name: str) -> type[LatentBackend]:
         raise ConfigError(
             f"attention_backend={name!r} has no latent attention: use auto or one of {', '.join(BACKENDS)}"
         )
-    module, cls = BACKENDS[name]
-    try:
-        return getattr(importlib.import_module(module), cls)
-    except ImportError as error:
-        raise ConfigError(
-            f"attention_backend={name!r} cannot be loaded ({error}): install it, or use torch"
-        ) from None
+    return load_class(name, *BACKENDS[name])
 
 
 class LatentAttention(CachedLayer):

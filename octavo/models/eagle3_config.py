@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig
-from octavo.models.hf_config import model_config_from_dict
+from octavo.models.hf_config import model_config_from_dict, positive
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ def eagle3_config(
     theirs |= {"architecture": "Eagle3", "tie_word_embeddings": False, "extra": raw}
     config = Eagle3Config(
         **theirs,
-        target_hidden_size=_number(raw, "target_hidden_size", base.hidden_size, where),
-        draft_vocab_size=_number(raw, "draft_vocab_size", 0, where),
+        target_hidden_size=positive(raw, "target_hidden_size", where, base.hidden_size),
+        draft_vocab_size=positive(raw, "draft_vocab_size", where),
         aux_layers=_aux_layers(raw, target.num_layers, kind is not None, where),
         norm_before_residual=bool(flags["norm_before_residual"]),
         norm_before_fc=bool(flags["norm_before_fc"]),
@@ -154,11 +154,4 @@ def _flag(raw: dict[str, Any], name: str, where: str) -> bool | None:
     value = raw.get(name)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"{where}: {name}={value!r} is neither true nor false: fetch the file again")
-    return value
-
-
-def _number(raw: dict[str, Any], name: str, default: int, where: str) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-        raise ModelError(f"{where}: {name}={value!r} is not a positive integer: fetch the file again")
     return value

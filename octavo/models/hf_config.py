@@ -6,6 +6,7 @@ Transformers 5 writes `rope_parameters` (which holds `rope_theta`) and `dtype`; 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +74,24 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
             f"{where}: use_bidirectional_attention is set (an embedding model such as EmbeddingGemma), which "
             "is not supported: use a checkpoint that generates text"
         )
-    heads = _size(raw, "num_attention_heads", where)
-    hidden = _size(raw, "hidden_size", where)
-    kv_heads = heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads", where)
+    heads = positive(raw, "num_attention_heads", where)
+    hidden = positive(raw, "hidden_size", where)
+    kv_heads = positive(raw, "num_key_value_heads", where, heads)
     if heads % kv_heads:
         raise ModelError(
             f"{where}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}: "
             "the file is corrupt, fetch it again"
         )
-    head_dim = hidden // heads if raw.get("head_dim") is None else _size(raw, "head_dim", where)
-    positions = _size(raw, "max_position_embeddings", where)
+    head_dim = positive(raw, "head_dim", where, hidden // heads)
+    positions = positive(raw, "max_position_embeddings", where)
     rope, local_rope = _ropes(raw, family, head_dim, positions, where)
     attention_bias, out_bias, mlp_bias = family.biases(raw)
     config = ModelConfig(
         architecture=name,
-        vocab_size=_size(raw, "vocab_size", where),
+        vocab_size=positive(raw, "vocab_size", where),
         hidden_size=hidden,
-        intermediate_size=_size(raw, "intermediate_size", where),
-        num_layers=_size(raw, "num_hidden_layers", where),
+        intermediate_size=positive(raw, "intermediate_size", where),
+        num_layers=positive(raw, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -98,7 +99,7 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         local_rope=local_rope,
-        dtype=_dtype(raw, where),
+        dtype=stored_dtype(raw, where),
         hidden_act=str(raw.get("hidden_activation") or raw.get("hidden_act", "silu")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=attention_bias,
@@ -106,8 +107,8 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
         norm_offset=family.norm_offset,
-        bos_token_id=_first_id(raw.get("bos_token_id")),
-        eos_token_ids=_ids(*ids, raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        bos_token_id=first_id(raw.get("bos_token_id")),
+        eos_token_ids=token_ids(*ids, raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         extra=raw,
     )
     if config.context_length >= 1 << 31:
@@ -118,8 +119,13 @@ def _read_config(raw: dict[str, Any], generation: dict[str, Any] | None, where: 
     return family.refine(config, raw).with_windows(family.windows(raw))
 
 
-def _size(raw: dict[str, Any], key: str, where: str) -> int:
-    value = raw.get(key)
+def positive(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """A size that a config states under `key`, or else `default`.
+
+    Raises:
+        ModelError: no positive integer of 31 bits.
+    """
+    value = default if raw.get(key) is None else raw[key]
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
         raise ModelError(
             f"{where}: {key}={value!r} is not a positive integer of 31 bits: fetch the file again"
@@ -127,7 +133,12 @@ def _size(raw: dict[str, Any], key: str, where: str) -> int:
     return value
 
 
-def _dtype(raw: dict[str, Any], where: str) -> str:
+def stored_dtype(raw: dict[str, Any], where: str) -> str:
+    """The type of a checkpoint's weights.
+
+    Raises:
+        ModelError: one that is not supported.
+    """
     value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     value = str(value).removeprefix("torch.")
     if value not in ("float32", "bfloat16", "float16"):
@@ -209,12 +220,14 @@ def _rope(
     return RopeConfig(theta=float(theta), dim=dim, kind=kind, params=params)
 
 
-def _first_id(value: Any) -> int | None:
-    ids = _ids(value)
+def first_id(value: Any) -> int | None:
+    """The first of the token ids that a config gives under one name; None: it gives none."""
+    ids = token_ids(value)
     return ids[0] if ids else None
 
 
-def _ids(*values: Any) -> tuple[int, ...]:
+def token_ids(*values: Any) -> tuple[int, ...]:
+    """All token ids among values of a config, each once, in order."""
     out: dict[int, None] = {}
     for value in values:
         for token in value if isinstance(value, list) else [value]:

@@ -12,9 +12,9 @@ import torch
 from octavo.errors import ModelError
 from octavo.layers.backends import resolve_backend
 from octavo.layers.layer import BuildContext, Layer, LoadTarget
+from octavo.models.absent import remove_head
 from octavo.models.ahead import own_threads
 from octavo.models.config import ModelConfig
-from octavo.models.headless import remove_head
 from octavo.models.in_memory import InMemory, SharedMatrices
 from octavo.models.interface import CausalLM
 from octavo.models.mapped_file import release_freed, touched_ahead

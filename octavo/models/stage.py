@@ -17,28 +17,17 @@ from octavo.kv.format import KVGroup
 from octavo.kv.groups import group_layers, stage_groups
 from octavo.layers.attention_layer import CachedLayer
 from octavo.layers.embedding import LMHead, VocabEmbedding
-from octavo.layers.layer import BuildContext, Layer, LoadTarget
-from octavo.models.headless import remove_head
+from octavo.layers.layer import BuildContext
+from octavo.models.absent import Absent, remove_head
 from octavo.models.interface import CausalLM
 from octavo.models.llama import LlamaModel
-from octavo.models.targets import left_out
 from octavo.parallel.stages import Stage, divide_layers, read_partition
 
 STEP_CONTEXT = 1024
 """Tokens that the requests of a full step are taken to have, on average."""
 
 
-class Elsewhere(Layer):
-    """What another stage has: holds nothing, and passes over what a checkpoint has for it."""
-
-    def create_weights(self, build: BuildContext, prefix: str) -> None:
-        pass
-
-    def load_targets(self, prefix: str) -> dict[str, LoadTarget]:
-        return left_out(prefix)
-
-
-class StreamIn(Elsewhere):
+class StreamIn(Absent):
     """In place of the embedding on a later stage: the rows are the stream already."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -52,7 +41,7 @@ class HeadsMatrix(VocabEmbedding):
         return rows
 
 
-class StreamOut(Elsewhere):
+class StreamOut(Absent):
     """In place of the final norm on an earlier stage: makes the stream that goes to the next one.
 
     Args:
@@ -79,7 +68,7 @@ class StageLayers(nn.Module):
     def __init__(self, layers: nn.ModuleList, own: range):
         super().__init__()
         for number, layer in enumerate(layers):
-            self.add_module(str(number), layer if number in own else Elsewhere())
+            self.add_module(str(number), layer if number in own else Absent())
         self._own = own
 
     def __iter__(self) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, ModelError, OctavoError, first_line
 from octavo.models.config import ModelConfig, RopeConfig
+from octavo.models.hf_config import first_id, positive, stored_dtype, token_ids
 from octavo.models.hf_families import FAMILIES
 from octavo.quantization.read_config import read_quantization
 
@@ -109,8 +110,6 @@ def model_config_from_raw(
 def _normal_form(
     raw: dict[str, Any], generation: dict[str, Any] | None, config: Any, architecture: str, where: str
 ) -> ModelConfig:
-    from octavo.models.hf_config import _dtype, _first_id, _ids
-
     text = config.get_text_config(decoder=True)
     encoder = not is_causal(architecture, config)
     if not getattr(text, "num_attention_heads", None):
@@ -118,27 +117,27 @@ def _normal_form(
             f"{where}: {architecture} has no attention heads (num_attention_heads), so that it cannot run on "
             "paged attention: use another model"
         )
-    heads = _number(text, "num_attention_heads", where)
-    hidden = _number(text, "hidden_size", where)
+    heads = _size(text, "num_attention_heads", where)
+    hidden = _size(text, "hidden_size", where)
     head_dim = _largest(_of_any_layer(text, "head_dim")) or hidden // heads
     positions = _positions(text, where)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_number(text, "vocab_size", where),
+        vocab_size=_size(text, "vocab_size", where),
         hidden_size=hidden,
         intermediate_size=_largest(getattr(text, "intermediate_size", None)) or 4 * hidden,
-        num_layers=_number(text, "num_hidden_layers", where),
+        num_layers=_size(text, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=int(head_dim),
         max_position_embeddings=positions,
         rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
         rope=_rope(text, int(head_dim), positions),
-        dtype=_dtype(raw, where),
+        dtype=stored_dtype(raw, where),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         implementation=ENCODER if encoder else FALLBACK,
-        bos_token_id=_first_id(raw.get("bos_token_id")),
-        eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        bos_token_id=first_id(raw.get("bos_token_id")),
+        eos_token_ids=token_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         extra=raw,
     )
 
@@ -251,8 +250,5 @@ def _largest(size: Any) -> int | None:
     return max(map(int, size), default=None) if isinstance(size, (list, tuple)) else size
 
 
-def _number(config: Any, key: str, where: str) -> int:
-    value = getattr(config, key, None)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LONGEST:
-        raise ModelError(f"{where}: {key}={value!r} is not a positive integer: fetch the file again")
-    return value
+def _size(config: Any, key: str, where: str) -> int:
+    return positive({key: getattr(config, key, None)}, key, where)

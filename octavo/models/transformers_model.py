@@ -20,6 +20,7 @@ from octavo.layers.attention import AttentionMetadata
 from octavo.layers.embedding import VocabEmbedding
 from octavo.layers.layer import LoadTarget
 from octavo.models import transformers_trace
+from octavo.models.absent import replace_module
 from octavo.models.aliases import AliasTargets
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
@@ -120,20 +121,20 @@ class TransformersForCausalLM(CausalLM):
             attention.module.octavo_attention = PagedAttention(attention, self._step)
         for name, module in list(model.named_modules()):
             if (norm := our_norm(module)) is not None:
-                _set(model, name, norm)
+                replace_module(model, name, norm)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = self._tied(model)
         names = {id(module): name for name, module in model.named_modules()}
         if type(embedding) is nn.Embedding:
             ours = VocabEmbedding(embedding.num_embeddings, embedding.embedding_dim)
-            _set(model, names[id(embedding)], ours)
+            replace_module(model, names[id(embedding)], ours)
             embedding = ours
         if type(head) is not nn.Linear:
             raise ModelError(f"{type(model).__name__}: its output head is no linear layer: use another model")
         # Code that looks at a matrix finds none in a layer of ours, which may hold it in any form.
         keep = {name for number, name in names.items() if number in trace.read}
         skip = {names[id(head)], *keep}
-        _set(
+        replace_module(
             model,
             names[id(head)],
             Head(head.out_features, head.in_features, embedding if tied else None, head.bias is not None),
@@ -143,11 +144,11 @@ class TransformersForCausalLM(CausalLM):
             if name in keep:
                 continue
             if type(module) is nn.Linear:
-                _set(
+                replace_module(
                     model, name, PlainLinear(module.in_features, module.out_features, module.bias is not None)
                 )
             elif type(module) in _conv1d():
-                _set(model, name, TransposedLinear(module.nx, module.nf, bias=True))
+                replace_module(model, name, TransposedLinear(module.nx, module.nf, bias=True))
         owns = {id(attention.module): attention.rotates_own for attention in trace.attentions}
         for name, module in model.named_modules():
             fuse_feed_forward(module, shared.get(f"{name}.gate_up_proj"))
@@ -173,7 +174,7 @@ class TransformersForCausalLM(CausalLM):
             owner = SharedInput(next(iter(modules.values())).in_features, parts, biases.pop())
             own_name = _GROUP_NAMES.get(tuple(parts), "_".join(parts))
             for index, name in enumerate(modules):
-                _set(model, name, Part(owner, index))
+                replace_module(model, name, Part(owner, index))
             model.get_submodule(parent).add_module(own_name, owner)
             found[f"{parent}.{own_name}"] = owner
         return found
@@ -284,9 +285,3 @@ def _check_tail(model: Any, prefix: str, tail: _Tail, config: ModelConfig) -> No
             f"{config.architecture} makes logits of shape {list(logits.shape)}, not one row per token: use "
             "another model"
         )
-
-
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace a submodule by its full name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
