@@ -216,6 +216,11 @@ class StepResult:
     stage_seconds: float = 0.0
     recorded: bool = False
 
+    @classmethod
+    def without_tokens(cls, n: int) -> StepResult:
+        """Of n requests, none of which sampled."""
+        return cls(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
+
 
 @dataclass(frozen=True)
 class ModelFacts:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from octavo.config import EngineConfig
@@ -121,7 +120,7 @@ class _CopiesAlone:
 
     def wait(self) -> StepResult:
         """See `Launched`."""
-        result = StepResult(np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
+        result = StepResult.without_tokens(0)
         end = time.monotonic() + _LONGEST_WAIT
         while True:
             result.copies_done, result.copies_failed = _poll(self._host)

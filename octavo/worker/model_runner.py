@@ -25,7 +25,7 @@ from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.stage_link import StageLink
-from octavo.worker.transfer import TokenTransfer, wait_for
+from octavo.worker.transfer import TokenTransfer, event_now, to_host, wait_for
 from octavo.worker.verdicts import Verdicts
 
 # Rows from which on a CPU's step takes its tensors' memory from the step before. To see a step's operations
@@ -346,10 +346,8 @@ class LaunchedStep:
         """Begin to copy where drafts ended."""
         if drafted is None:
             return
-        self._drafted = drafted.requests, _to_host(drafted.made), _to_host(drafted.products)
-        if drafted.made.device.type == "cuda":
-            self._drafted_event = torch.cuda.Event()
-            self._drafted_event.record()
+        self._drafted = drafted.requests, to_host(drafted.made), to_host(drafted.products)
+        self._drafted_event = event_now(drafted.made.device)
 
     def _fetch(self, sampled: VerifyOutput | None) -> None:
         """Begin to copy what was drawn."""
@@ -360,9 +358,9 @@ class LaunchedStep:
         given = (None, None) if sampled is None else (sampled.tokens, sampled.num_tokens)
         (self._tokens, self._num_tokens), self._event = self._transfer.start(*given)
         if sampled is not None and sampled.logprobs is not None:
-            self._logprob_data = _to_host(sampled.logprobs.data)
+            self._logprob_data = to_host(sampled.logprobs.data)
         if prompt is not None and prompt.packed is not None:
-            self._prompt_data = _to_host(prompt.packed.data)
+            self._prompt_data = to_host(prompt.packed.data)
         if self._event is not None:
             self._event.record()
 
@@ -375,7 +373,7 @@ class LaunchedStep:
         wait_for(self._event, self._drafted_event)
         n = len(self._plan.slots)
         if self._tokens is None:
-            result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
+            result = StepResult.without_tokens(n)
         else:
             tokens = self._tokens.numpy()
             result = self._spread(n, tokens.reshape(len(tokens), -1), self._num_tokens)
@@ -435,10 +433,3 @@ class LaunchedStep:
             out[request] = entries[begin : begin + told]
             begin += told
         return out
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -11,7 +11,7 @@ from octavo.kv.format import KVGroup
 from octavo.models.pooling import Pooler
 from octavo.step_messages import StepPlan, StepResult, TokenMasks
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.transfer import wait_for
+from octavo.worker.transfer import event_now, to_host, wait_for
 
 
 class PoolingRunner:
@@ -74,14 +74,8 @@ class LaunchedPooling:
     ):
         self._num_requests = len(plan.slots)
         self._requests = requests
-        self._pooled = pooled
-        self._event = None
-        if device.type == "cuda":
-            if pooled is not None:
-                host = torch.empty(pooled.shape, dtype=pooled.dtype, pin_memory=True)
-                self._pooled = host.copy_(pooled, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._pooled = None if pooled is None else to_host(pooled)
+        self._event = event_now(device)
 
     def sample(self, masks: TokenMasks) -> None:
         """Vectors are not drawn."""
@@ -95,7 +89,7 @@ class LaunchedPooling:
         """
         wait_for(self._event)
         n = self._num_requests
-        result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
+        result = StepResult.without_tokens(n)
         if self._pooled is not None:
             result.num_tokens[self._requests] = 1
             result.pooled = [None] * n

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from octavo.kv.format import KVGroup
@@ -16,7 +15,7 @@ from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
 from octavo.worker.stage_link import StageLink
-from octavo.worker.transfer import wait_for
+from octavo.worker.transfer import event_now, wait_for
 
 
 class StageRunner:
@@ -98,10 +97,7 @@ class PassedStep:
     def __init__(self, plan: StepPlan, timer: DeviceTimer | None, device: torch.device):
         self._num_requests = len(plan.slots)
         self._timer = timer
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = event_now(device)
 
     def sample(self, masks: TokenMasks) -> None:
         """Nothing is drawn here."""
@@ -114,7 +110,7 @@ class PassedStep:
         """
         wait_for(self._event)
         n = self._num_requests
-        result = StepResult(np.zeros((n, 1), np.int32), np.zeros(n, np.int32))
+        result = StepResult.without_tokens(n)
         if self._timer is not None:
             result.stage_seconds = self._timer.seconds()
         return result

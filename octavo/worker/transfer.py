@@ -26,6 +26,23 @@ def wait_for(*events: Any) -> None:
         raise device_failed(error) from error
 
 
+def event_now(device: torch.device) -> torch.cuda.Event | None:
+    """What the device comes to once it has done all that was launched; None on a CPU, which has done it."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor; its place on the host, filled once the device comes to an `event_now`."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 class TokenTransfer:
     """Owns pinned host memory and events for the tokens of the latest steps, used in turn.
 
