@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.kernels.cpu import build, quant
+from octavo.kernels.cpu import build, products, quant
 from octavo.kernels.reference_quant import INT8, QuantFormat, QuantizedMatrix
 
 FORMATS = {
@@ -90,7 +90,7 @@ def main() -> None:
                 continue
             x, cells = torch.randn(n, columns).bfloat16(), []
             for packed in matrices:
-                gate = (quant.SILU,) if gated and packed.gates else ()
+                gate = (products.SILU,) if gated and packed.gates else ()
                 took = best(partial(packed.linear, x, None, *gate), args.seconds)
                 size = sum(t.nbytes for t in packed.tensors)
                 cells.append(f"{2e-9 * n * rows * columns / took:.0f} ({size / took / 1e9:.0f})")

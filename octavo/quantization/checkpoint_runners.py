@@ -10,11 +10,11 @@ from torch import nn
 
 from octavo.kernels import quant_ops
 from octavo.kernels.cpu import quant
+from octavo.kernels.cpu.products import GATES
 from octavo.kernels.reference_lowbit import unpack_columns, unpack_rows
 from octavo.kernels.reference_quant import BLOCK, INT8, QuantFormat, QuantizedMatrix
 from octavo.quantization.linear_method import AddingNorm, GatedActivation, LinearMethod
 from octavo.quantization.matrices import DenseMatrix, Int4Matrix, Matrix, Matrix8
-from octavo.quantization.quantized_method import GATES
 from octavo.quantization.quantized_tensor import joined
 from octavo.quantization.scheme import WeightScheme
 from octavo.quantization.shard import Shard

@@ -12,13 +12,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from octavo.kernels import ops
 from octavo.kernels.cpu import half
+from octavo.kernels.cpu.products import GATES
 from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from octavo.quantization.linear_method import GatedActivation, Shard, StoredRows
 
 _STEP = 1 << 20  # numbers that are copied at a time: 2 MiB
-_GATES: dict[GatedActivation, int] = {ops.silu_and_mul: half.SILU, ops.gelu_tanh_and_mul: half.GELU_TANH}
 
 
 class HalfMethod(UnquantizedEmbeddingMethod):
@@ -112,7 +111,7 @@ class HalfMethod(UnquantizedEmbeddingMethod):
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, act: GatedActivation
     ) -> torch.Tensor:
-        matrix, gate = _half(layer), _GATES.get(act)
+        matrix, gate = _half(layer), GATES.get(act)
         if matrix is None or gate is None or not matrix.gates or x.dtype is torch.float16:
             return super().apply_gated(layer, x, bias, act)
         return matrix.linear(x, bias, gate)

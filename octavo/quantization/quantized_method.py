@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from octavo.errors import ConfigError, ModelError
-from octavo.kernels import ops, quant_ops
+from octavo.kernels import quant_ops
 from octavo.kernels.cpu import quant
+from octavo.kernels.cpu.products import GATES
 from octavo.kernels.reference_quant import BLOCK, INT8, QuantFormat, QuantizedMatrix, quantize_int8
 from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from octavo.quantization.gguf_blocks import ENCODINGS
@@ -24,7 +25,6 @@ from octavo.quantization.linear_method import GatedActivation, MatrixPart, Shard
 from octavo.quantization.quantized_tensor import QuantizedTensor, joined
 
 _STEP = 1 << 20  # weights that are quantized at a time: 4 MiB as float32
-GATES: dict[GatedActivation, int] = {ops.silu_and_mul: quant.SILU, ops.gelu_tanh_and_mul: quant.GELU_TANH}
 
 _PLAIN = UnquantizedEmbeddingMethod()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.kernels.cpu import half
+from octavo.kernels.cpu import half, products
 from octavo.kernels.cpu.recording import record
 from octavo.kernels.reference_half import half_linear
 from tests.kernels.cpu_tensors import NAN, strided
@@ -61,7 +61,7 @@ def test_every_size_against_float64(
 
 @pytest.mark.parametrize("given", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate", [half.SILU, half.GELU_TANH])
+@pytest.mark.parametrize("gate", [products.SILU, products.GELU_TANH])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 23, 101])
 def test_a_gate(n: int, gate: int, dtype: torch.dtype, given: torch.dtype) -> None:
     rows = 6 * half.panel()
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError, match="dtypes differ: torch.bfloat16, torch.float32"):
         matrix.linear(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(24))
     with pytest.raises(ValueError, match="takes no gate"):
-        matrix.linear(torch.zeros(1, 32), None, half.SILU)
+        matrix.linear(torch.zeros(1, 32), None, products.SILU)
     with pytest.raises(ValueError, match="doesn't fit at row 20"):
         matrix.fill(20, torch.zeros(5, 32, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="dtypes differ"):
@@ -145,12 +145,12 @@ def test_products_and_rows_are_recorded() -> None:
     ids, x = torch.tensor([1, 5]), torch.randn(2, 64)
 
     def work() -> tuple[torch.Tensor, torch.Tensor]:
-        return matrix.linear(x, None, half.SILU), matrix.look_up(ids)
+        return matrix.linear(x, None, products.SILU), matrix.look_up(ids)
 
     (product, rows), recording = record(work)
     assert recording.problem is None
     ids.copy_(torch.tensor([7, 0]))
     x.normal_()
     recording.replay()
-    torch.testing.assert_close(product, half_linear(x, weight, None, half.SILU), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product, half_linear(x, weight, None, products.SILU), rtol=1e-5, atol=1e-4)
     assert torch.equal(rows, weight.float()[ids])

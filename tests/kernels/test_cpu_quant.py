@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from octavo.kernels.cpu import quant
+from octavo.kernels.cpu import products, quant
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.reference_quant import (
     INT8,
@@ -108,8 +108,8 @@ def test_a_gate_is_that_of_the_separate_kernels(gate: str, dtype: torch.dtype, n
 
     random = torch.Generator().manual_seed(5)
     code, act = {
-        "silu": (quant.SILU, norm_act.silu_and_mul),
-        "gelu": (quant.GELU_TANH, norm_act.gelu_tanh_and_mul),
+        "silu": (products.SILU, norm_act.silu_and_mul),
+        "gelu": (products.GELU_TANH, norm_act.gelu_tanh_and_mul),
     }[gate]
     packed = quant.PackedMatrix([matrix(FORMATS["q4-minimum"], 64, 96, random)], 96)
     assert packed.gates
@@ -126,7 +126,7 @@ def test_a_gate_needs_halves_of_whole_panels() -> None:
     if quant.lanes() == 8:
         assert not packed.gates
         with pytest.raises(ValueError, match="takes no gate"):
-            packed.linear(torch.randn(1, 32), None, quant.SILU)
+            packed.linear(torch.randn(1, 32), None, products.SILU)
 
 
 def test_columns_that_are_no_multiple_of_a_block() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.cpu import build, norm_act, quant
+from octavo.kernels.cpu import build, norm_act, products, quant
+from octavo.kernels.cpu.signatures import SIGNATURES, declare
 from octavo.kernels.reference_quant import dequantize
 from tests.kernels.quant_cases import FORMATS, exact, exact_rows, matrix
 
@@ -57,12 +58,11 @@ def form(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     target = str(folder / "form.so")
     subprocess.run([compiler, "-shared", "-Wl,-z,defs", *objects, "-o", target], check=True)
     library = ctypes.CDLL(target)
+    declare(library, [name for name in SIGNATURES if name.startswith("octavo_quant_")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quant, "library", lambda: library)
-        quant._functions.cache_clear()
         assert quant.lanes() == lanes
         yield request.param
-    quant._functions.cache_clear()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -99,8 +99,8 @@ def test_gates_and_bias(form: str, dtype: torch.dtype) -> None:
         for bias in (None, torch.randn(96, generator=random).to(dtype)):
             whole = packed.linear(x, bias)
             for code, act in (
-                (quant.SILU, norm_act.silu_and_mul),
-                (quant.GELU_TANH, norm_act.gelu_tanh_and_mul),
+                (products.SILU, norm_act.silu_and_mul),
+                (products.GELU_TANH, norm_act.gelu_tanh_and_mul),
             ):
                 torch.testing.assert_close(packed.linear(x, bias, code), act(whole), **tolerance)
 

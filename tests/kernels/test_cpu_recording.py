@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.cpu import build, moe, norm_act, ops, quant
+from octavo.kernels.cpu import build, moe, norm_act, ops, products, quant
 from octavo.kernels.cpu.recording import Recording, record
 from octavo.kernels.cpu.step_memory import StepMemory
 from tests.kernels.quant_cases import FORMATS, matrix
@@ -80,7 +80,7 @@ class Step:
         out = torch.empty_like(q)
         ops.attend(shape, batch, q, self.cache, out)
         x, residual = norm_act.add_rms_norm(out.flatten(1), residual, self.norm, 1e-5)
-        x = F.linear(self.mlp.linear(x, None, quant.SILU), self.down)
+        x = F.linear(self.mlp.linear(x, None, products.SILU), self.down)
         x, _ = norm_act.add_layer_norm(x, residual, self.norm, None, 1e-5)
         return norm_act.softcap(self.table.linear(x, None), 5.0)
 

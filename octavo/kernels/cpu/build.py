@@ -19,6 +19,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from octavo.kernels.cpu.signatures import declare
+
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
@@ -162,6 +164,6 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}; delete it to build it anew") from error
-    library.octavo_set_omp_parallel.argtypes = [ctypes.c_void_p]
+    declare(library)
     library.octavo_set_omp_parallel(parallel)
     return library

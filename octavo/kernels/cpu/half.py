@@ -9,11 +9,10 @@ import functools
 import torch
 
 from octavo.kernels.cpu.arena import Arena
-from octavo.kernels.cpu.ops import available, differ, dtype_code, library, row_stride
+from octavo.kernels.cpu.ops import available, differ, library
+from octavo.kernels.cpu.products import KernelMatrix
 
-SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
 DTYPES = (torch.bfloat16, torch.float16)
-_NO_GATE = -1
 _arena = Arena()
 
 
@@ -29,20 +28,6 @@ class _Matrix(ctypes.Structure):
 
 
 @functools.cache
-def _functions() -> ctypes.CDLL:
-    lib = library()
-    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    for name, arguments, result in (
-        ("octavo_half_pack", [p, p, n, n, n], None),
-        ("octavo_half_rows", [p, p, n, p, n], i),
-        ("octavo_half_linear", [p, p, n, n, p, p, n, i, i, n], i),
-    ):
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
-    return lib
-
-
-@functools.cache
 def panel() -> int:
     """Rows that the kernels compute side by side: 16 or 32; 0 where there are no such kernels (the CPU has
     neither AVX2 with FMA and F16C nor AVX-512, or the library cannot be built)."""
@@ -54,17 +39,19 @@ def matrix_bytes(rows: int, columns: int) -> int:
     return -(-rows // panel()) * panel() * columns * 2
 
 
-class HalfMatrix:
+class HalfMatrix(KernelMatrix):
     """A matrix `[rows, columns]` of bfloat16 or float16 in the layout of the kernels, 2 bytes a number.
 
     `fill` brings its rows, each once, then `finish` makes those that didn't come zero.
+    Products' sums are float32, rounded once; a row's result is the same bits whatever rows stand beside it.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype):
         if dtype not in DTYPES:
             raise TypeError(f"matrices of 16-bit floats are bfloat16 or float16, not {dtype}")
-        lib = _functions()
+        lib = library()
         self.rows, self.columns, self.dtype = rows, columns, dtype
+        self.gates = rows % (2 * panel()) == 0
         #: uint8: the memory that holds it
         self.data, self._chunk = _arena.take(matrix_bytes(rows, columns))
         self._matrix = _Matrix(self.data.data_ptr(), rows, columns, int(dtype is torch.float16))
@@ -89,51 +76,12 @@ class HalfMatrix:
         end = first + piece.shape[0]
         cut = [((a, min(b, first)), (max(a, end), b)) for a, b in self._missing]
         self._missing = [(a, b) for pair in cut for a, b in pair if a < b]
-        _functions().octavo_half_pack(self._address, piece.data_ptr(), piece.shape[0], piece.stride(0), first)
+        library().octavo_half_pack(self._address, piece.data_ptr(), piece.shape[0], piece.stride(0), first)
 
     def finish(self) -> None:
         """Make the rows zero that `fill` brought nothing for."""
         for first, end in self._missing:
             self.fill(first, torch.zeros(end - first, self.columns, dtype=self.dtype))
-
-    @property
-    def gates(self) -> bool:
-        """Whether `linear` takes a gate."""
-        return self.rows % (2 * panel()) == 0
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gate: int = _NO_GATE) -> torch.Tensor:
-        """`x @ W^T + bias`: `[any, columns]` to `[any, rows]` in `x`'s dtype; sums are float32, rounded once.
-
-        A row's result is the same bits whatever rows stand beside it.
-
-        Args:
-            x: float32 or bfloat16, rows any stride apart.
-            bias: `[rows]` of `x`'s dtype.
-            gate: SILU or GELU_TANH, if the matrix `gates`: the result is that of the first half of the
-                rows times the second, `[any, rows / 2]`.
-        """
-        n, columns = x.shape
-        if columns != self.columns:
-            raise ValueError(f"x has {columns} columns, the matrix {self.columns}")
-        if bias is not None and bias.dtype is not x.dtype:
-            raise differ(x, bias)
-        width = self.rows if gate == _NO_GATE else self.rows // 2
-        out = x.new_empty((n, width))
-        status = self._linear(
-            self._address,
-            x.data_ptr(),
-            n,
-            row_stride(x),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            width,
-            gate,
-            dtype_code(x),
-            torch.get_num_threads(),
-        )
-        if status:
-            raise ValueError(f"a matrix of {self.rows} rows takes no gate")
-        return out
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix, `ids` integer `[n]`, all below `rows` (not checked): float32 `[n, columns]`."""

@@ -6,8 +6,6 @@ What `octavo.kernels.cpu.ops` says of its functions holds here too.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 
 import torch
 
@@ -26,17 +24,6 @@ class LatentShape(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
     ]
-
-
-@functools.cache
-def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
-    """The kernels that attend and that write."""
-    p, n, i, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-    attend, write = library().octavo_latent_attention, library().octavo_latent_write
-    attend.argtypes = [p, p, p, p, p]
-    write.argtypes = [p, p, n, n, p, n, n, p, n, p, f, p, p, p, p, n, i]
-    attend.restype = write.restype = i
-    return attend, write
 
 
 def latent_problem(rank: int, rope_dim: int, block_size: int) -> str | None:
@@ -69,7 +56,7 @@ def attend(
     shape: LatentShape, batch: AttentionBatch, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
 ) -> None:
     """`latent_attention` with prepared constants: what a layer calls each step. Checks no shapes."""
-    status = _functions()[0](
+    status = library().octavo_latent_attention(
         ctypes.addressof(shape), ctypes.addressof(batch), q.data_ptr(), cache.data_ptr(), out.data_ptr()
     )
     if status:
@@ -109,7 +96,7 @@ def write(
     slot_mapping: torch.Tensor,
 ) -> None:
     """`rotate_and_write_latent` with prepared constants. Checks no shapes."""
-    _functions()[1](
+    library().octavo_latent_write(
         ctypes.addressof(shape),
         q_pe.data_ptr(),
         q_pe.stride(0),

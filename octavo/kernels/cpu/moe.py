@@ -6,10 +6,6 @@ Twin: `octavo.kernels.reference_moe`.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,15 +19,6 @@ from octavo.kernels.reference_moe import Linear
 # where `linear` widens a slice of weights once for all rows and the kernel for every three, 1.5 to 2.5 times
 # at 1 to 4 rows, 1.15 at 8, 0.85 at 16.
 FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
-
-
-@functools.cache
-def _grouped_linear() -> Callable[..., int]:
-    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    function = library().octavo_grouped_linear
-    function.argtypes = [p, n, p, p, p, p, n, p, p, n, n, i, i, n]
-    function.restype = i
-    return function
 
 
 def grouped_linear(
@@ -60,7 +47,7 @@ def grouped_linear(
         raise differ(x, weight)
     if not (weight.is_contiguous() and out.is_contiguous()):
         raise ValueError("weight and out must be contiguous")
-    status = _grouped_linear()(
+    status = library().octavo_grouped_linear(
         x.data_ptr(),
         row_stride(x),
         weight.data_ptr(),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.cpu.ops import differ, dtype_code, library, row_stride
-
-_SILU, _GELU_TANH = 0, 1  # `Gate` in gate.h
+from octavo.kernels.cpu.products import GELU_TANH, SILU
 
 # A decode step calls the norms some hundred times: a microsecond here is a tenth of a millisecond there.
 # `empty_like` is the quickest way to a new tensor, and of a slice of rows makes contiguous ones.
@@ -121,12 +120,12 @@ def _layer_norm(
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(x[:, :n]) * x[:, n:]` of `[rows, 2 n]`: a new `[rows, n]`."""
-    return _gated(x, _SILU)
+    return _gated(x, SILU)
 
 
 def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`gelu(x[:, :n]) * x[:, n:]` of `[rows, 2 n]`, GELU by its tanh form: a new `[rows, n]`."""
-    return _gated(x, _GELU_TANH)
+    return _gated(x, GELU_TANH)
 
 
 def _gated(x: torch.Tensor, gate: int) -> torch.Tensor:

@@ -76,28 +76,6 @@ class AttentionBatch(ctypes.Structure):
     ]
 
 
-def _declare(lib: ctypes.CDLL) -> None:
-    p, n, i, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-    for name, arguments in {
-        "octavo_rms_norm": [p, p, p, n, n, n, n, f, i, i, i],
-        "octavo_add_rms_norm": [p, p, p, p, n, n, n, f, i, i, i],
-        "octavo_layer_norm": [p, p, p, p, p, n, n, n, f, i, i, i],
-        "octavo_gated_activation": [p, p, n, n, n, i, i, i],
-        "octavo_softcap": [p, n, n, n, f, i, i],
-        "octavo_rope_and_write_kv": [p, p, p, p, n, n, n, p, p, i, p, p, p, p, n, i],
-        "octavo_paged_attention": [p, p, p, n, p, p, p, n],
-        "octavo_argmax": [p, p, n, n, n, i, i],
-        "octavo_gumbel_argmax": [p, p, p, p, i, p, n, n, n, i, i],
-        "octavo_gather_rows": [p, p, n, p, p, n, p, p, p, p],
-        "octavo_map_blocks": [p, p, p, n, p, n, n, n, p, n, p],
-        "octavo_append_tokens": [p, p, p, n, n, p, n],
-        "octavo_vector_width": [],
-    }.items():
-        function = getattr(lib, name)
-        function.argtypes = arguments
-        function.restype = ctypes.c_int32
-
-
 def available() -> bool:
     """Are the kernels there? The first call builds them if need be (some seconds, once per machine)
     and logs one line if they cannot be had."""
@@ -108,9 +86,7 @@ def available() -> bool:
                 try:
                     if os.environ.get("OCTAVO_CPU_KERNELS") == "0":
                         raise build.BuildError("turned off by OCTAVO_CPU_KERNELS=0")
-                    lib = build.load()
-                    _declare(lib)
-                    _lib = lib
+                    _lib = build.load()
                 except build.BuildError as error:
                     _reason = str(error)
                     logger.warning("CPU kernels not available, plain PyTorch serves instead: %s", _reason)

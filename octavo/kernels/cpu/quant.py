@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from octavo.kernels.cpu.arena import Arena
-from octavo.kernels.cpu.ops import available, differ, dtype_code, library, row_stride
+from octavo.kernels.cpu.ops import available, dtype_code, library
+from octavo.kernels.cpu.products import KernelMatrix
 from octavo.kernels.reference_quant import BLOCK, QuantFormat, QuantizedMatrix
 
-SILU, GELU_TANH = 0, 1  # `Gate` in gate.h
-_NO_GATE = -1
 _arena = Arena()
 
 
@@ -43,21 +41,6 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-@functools.cache
-def _functions() -> ctypes.CDLL:
-    lib = library()
-    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    for name, arguments, result in (
-        ("octavo_quant_bytes", [p, n], n),
-        ("octavo_quant_pack", [p, n, p, p, p, p, n], i),
-        ("octavo_quant_rows", [p, p, n, p, i, n], i),
-        ("octavo_quant_linear", [p, p, n, n, p, p, n, i, i, n], i),
-    ):
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
-    return lib
-
-
 def lanes() -> int:
     """Rows that the kernels compute side by side: 8 or 16; 0 where there are no such kernels (the CPU has
     no AVX2, or the library cannot be built)."""
@@ -70,7 +53,7 @@ def _describe(part: _Part, rows: int, fmt: QuantFormat) -> None:
 
 
 def _bytes_of(part: _Part, padded: int) -> int:
-    nbytes = int(_functions().octavo_quant_bytes(ctypes.byref(part), padded))
+    nbytes = int(library().octavo_quant_bytes(ctypes.byref(part), padded))
     if nbytes < 0:
         raise ValueError(f"no kernel for {part.bits} bits in groups of {part.group}")
     return nbytes
@@ -83,8 +66,9 @@ def packed_bytes(rows: int, fmt: QuantFormat, padded: int) -> int:
     return _bytes_of(part, padded)
 
 
-class PackedMatrix:
-    """One matrix of one or several parts, each some of its rows, in the layout of the kernels.
+class PackedMatrix(KernelMatrix):
+    """One matrix of one or several parts, each some of its rows, in the layout of the kernels, which multiply
+    it with the rows' 8-bit forms.
 
     Args:
         parts: in the order of their rows, with equal columns; not kept.
@@ -92,7 +76,7 @@ class PackedMatrix:
     """
 
     def __init__(self, parts: Sequence[QuantizedMatrix], columns: int):
-        lib = _functions()
+        lib = library()
         self.columns = columns
         self.rows = sum(part.q.shape[0] for part in parts)
         padded = -(-columns // BLOCK) * BLOCK
@@ -125,56 +109,19 @@ class PackedMatrix:
         self._matrix = _Matrix(ctypes.addressof(self._parts), len(parts), self.rows, columns, padded // BLOCK)
         self._address = ctypes.addressof(self._matrix)
         self._linear = lib.octavo_quant_linear
-        self._gates = len(parts) == 1 and self.rows % (2 * lanes()) == 0
+        self.gates = len(parts) == 1 and self.rows % (2 * lanes()) == 0
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The memory that holds it, uint8."""
         return self._data
 
-    @property
-    def gates(self) -> bool:
-        """Whether `linear` takes a gate."""
-        return self._gates
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gate: int = _NO_GATE) -> torch.Tensor:
-        """`x @ W^T + bias` of x's 8-bit form: `[any, columns]` to `[any, rows]`, in `x`'s dtype.
-
-        Args:
-            x: float32 or bfloat16.
-            bias: `[rows]`, of `x`'s dtype.
-            gate: SILU or GELU_TANH, if the matrix `gates`: the result is that of the first half of the
-                rows times the second, `[any, rows / 2]`.
-        """
-        n, columns = x.shape
-        if columns != self.columns:
-            raise ValueError(f"x has {columns} columns, the matrix {self.columns}")
-        if bias is not None and bias.dtype is not x.dtype:
-            raise differ(x, bias)
-        width = self.rows if gate == _NO_GATE else self.rows // 2
-        out = x.new_empty((n, width))
-        status = self._linear(
-            self._address,
-            x.data_ptr(),
-            n,
-            row_stride(x),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            width,
-            gate,
-            dtype_code(x),
-            torch.get_num_threads(),
-        )
-        if status:
-            raise ValueError(f"a matrix of {self.rows} rows in {len(self._parts)} parts takes no gate")
-        return out
-
     def look_up(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the matrix, `ids` integer `[n]`, all below `rows` (not checked): `[n, columns]` in `dtype`
         (float32 or bfloat16)."""
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty(len(ids), self.columns, dtype=dtype)
-        _functions().octavo_quant_rows(
+        library().octavo_quant_rows(
             self._address, ids.data_ptr(), len(ids), out.data_ptr(), dtype_code(out), torch.get_num_threads()
         )
         return out

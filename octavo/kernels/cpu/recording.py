@@ -6,7 +6,6 @@ it is one call, through which the threads stay awake (see record.h and team.h).
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,22 +30,6 @@ _VIEW = (
 _COMPUTE = (
     *("add", "addmm", "clone", "embedding", "linear", "matmul", "mm", "mul", "_linear_pointwise", "_to_copy"),
 )
-
-
-@functools.cache
-def _functions() -> ctypes.CDLL:
-    lib = library()
-    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    for name, arguments, result in (
-        ("octavo_recording_begin", [], p),
-        ("octavo_recording_size", [p], n),
-        ("octavo_recording_end", [p], i),
-        ("octavo_recording_free", [p], None),
-        ("octavo_recording_replay", [p, n, n, n], i),
-    ):
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
-    return lib
 
 
 class _Watch(Seen):
@@ -113,7 +96,7 @@ class Recording:
     """
 
     def __init__(self, memory: StepMemory) -> None:
-        lib = _functions()
+        lib = library()
         self._calls = lib.octavo_recording_begin()
         self._replay = lib.octavo_recording_replay
         self._free = weakref.finalize(self, lib.octavo_recording_free, self._calls)
@@ -122,7 +105,7 @@ class Recording:
         self._parts: list[tuple[int, int, Callable[[], torch.Tensor] | None, torch.Tensor | None]] = []
 
     def _do(self, work: Callable[[], Result]) -> Result:
-        lib = _functions()
+        lib = library()
         try:
             with self._watch:
                 result = work()
