@@ -57,13 +57,13 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(path: Path, limit: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of at most `limit` bytes.
 
     Raises:
         ModelError: unreadable, too large, or not a JSON object.
     """
-    return _read(path, parse_object)
+    return _read(path, parse_object, limit)
 
 
 def read_value(path: Path) -> Any:
@@ -72,15 +72,15 @@ def read_value(path: Path) -> Any:
     Raises:
         ModelError: unreadable, too large, or not JSON.
     """
-    return _read(path, parse_value)
+    return _read(path, parse_value, MAX_FILE_BYTES)
 
 
-def _read(path: Path, parse: Callable[[bytes], _T]) -> _T:
+def _read(path: Path, parse: Callable[[bytes], _T], limit: int) -> _T:
     try:
         size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
+        if size > limit:
             raise ModelError(
-                f"{path}: {size} bytes of JSON, more than any model's {MAX_FILE_BYTES}: fetch the file again"
+                f"{path}: {size} bytes of JSON, more than any model's {limit}: fetch the file again"
             )
         raw = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL

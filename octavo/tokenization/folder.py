@@ -7,7 +7,6 @@ tokenizer_config.json are for folders without one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.errors import ModelError
+from octavo.models import json_file
 from octavo.tokenization import sentencepiece_folder, tekken, wordpiece
 from octavo.tokenization.parts import SPECIAL_NAMES, TokenizerParts, set_bos_eos
 from octavo.tokenization.template_sandbox import MAX_TEMPLATE_CHARS
@@ -197,18 +197,12 @@ def read_json(file: Path, limit: int = MAX_COMPANION_BYTES) -> dict[str, Any]:
     """A JSON object; empty for a file that does not exist.
 
     Raises:
-        ModelError: unreadable, larger than `limit` bytes, or not an object.
+        ModelError: as `octavo.models.json_file.read_json`.
     """
     if not file.is_file():
         return {}
     _check_size(file, limit)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read ({error}): fetch it again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} does not hold a JSON object: fetch it again")
-    return value
+    return json_file.read_json(file, limit)
 
 
 def _templates(folder: Path, config: Named) -> dict[str, str]:

@@ -214,3 +214,11 @@ def test_companions_nested_too_deeply(tmp_path, small):
     folder = _folder(tmp_path / "deep", small, {}, special_tokens_map_json="[" * 100_000)
     with pytest.raises(ModelError, match="special_tokens_map"):
         load_tokenizer(folder)
+
+
+def test_companions_of_too_many_values(tmp_path, small):
+    """Each takes 100 bytes in memory, and 3 in the file."""
+    folder = _folder(tmp_path / "many", small, {})
+    (folder / "tokenizer_config.json").write_text('{"a": [' + "[]," * 4_000_000 + "[]]}")
+    with pytest.raises(ModelError, match="tokenizer_config.json: not valid JSON .* values, more than"):
+        load_tokenizer(folder)
