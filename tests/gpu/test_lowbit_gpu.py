@@ -28,6 +28,7 @@ from tests import tiny
 from tests.engine.closeness import SCORED, logprobs_of
 from tests.kernels import lowbit_cases
 from tests.kernels.lowbit_cases import KINDS
+from tests.kernels.poison import poison
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
 BF16 = torch.bfloat16
@@ -50,15 +51,7 @@ CONFIGS = [
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch hold NaN until they are written."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
-    with torch.inference_mode():  # in which an engine may have made it
-        workspace(DEVICE).floats.fill_(float("nan"))
+    poison(monkeypatch, DEVICE)
 
 
 def far(got: torch.Tensor, want: torch.Tensor) -> float:

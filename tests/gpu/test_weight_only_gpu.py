@@ -25,6 +25,7 @@ from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import bytes_cases, tiles_cases
+from tests.kernels.poison import poison
 from tests.quantization import checkpoints
 
 bf16, fp16 = torch.bfloat16, torch.float16
@@ -46,15 +47,7 @@ CUTS = [
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Outputs and scratch hold NaN until they are written; counters end at zero."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
-    with torch.inference_mode():  # in which an engine may have made it
-        workspace(DEVICE).floats.fill_(float("nan"))
+    poison(monkeypatch, DEVICE)
     yield
     assert not workspace(DEVICE).counters.any()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from octavo.kernels.triton import skinny_linear as skinny
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import skinny_cases
+from tests.kernels.poison import poison
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 products
@@ -23,14 +23,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch hold NaN until they are written."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
-    workspace(torch.zeros(0, device=DEVICE).device).floats.fill_(float("nan"))
+    poison(monkeypatch, DEVICE)
 
 
 def check(case: skinny_cases.Case, act: str | None, config: SkinnyConfig) -> torch.Tensor:

@@ -21,6 +21,7 @@ from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import lowbit_cases
 from tests.kernels.lowbit_cases import KINDS
+from tests.kernels.poison import poison
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
@@ -32,14 +33,7 @@ FORMS = [FP8_ROWS, FP8_GROUPS, INT8_ROWS]
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch hold NaN until they are written."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
-    workspace(torch.zeros(0, device=DEVICE).device).floats.fill_(float("nan"))
+    poison(monkeypatch, DEVICE)
 
 
 def plain(x: torch.Tensor, form: Form) -> Rows8:

@@ -14,15 +14,14 @@ pytest.importorskip("triton")
 
 from octavo.kernels import lowbit_ops, ops
 from octavo.kernels.triton import lowbit
-from octavo.layers.layer import BuildContext
 from octavo.layers.norm import RMSNorm
 from octavo.models.llama import LlamaMLP
-from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.capability import Hardware
 from octavo.quantization.linear_method import linear_method
 from octavo.quantization.local_hardware import assumed
 from octavo.quantization.online import online
 from tests.kernels.lowbit_cases import error
+from tests.layers.building import build_context
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors need Triton's interpreter")
 HIDDEN, INNER = 96, 128  # of gate and up, each fills its blocks: they are one matrix
@@ -52,16 +51,7 @@ def feed_forward(quantization: str) -> tuple[RMSNorm, LlamaMLP]:
         hidden_size=HIDDEN, intermediate_size=INNER, mlp_bias=True, hidden_act="silu"
     )
     mlp, norm = LlamaMLP(config), RMSNorm(HIDDEN, 1e-5)
-    build = BuildContext(
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=64,
-        attention_backend="torch",
-        block_size=8,
-        kv_dtype="float32",
-        group=TensorParallelGroup(),
-        linear_method=partial(linear_method, online(quantization)),
-    )
+    build = build_context(linear_method=partial(linear_method, online(quantization)))
     torch.manual_seed(3)
     with torch.no_grad(), assumed(Hardware("cuda", (9, 0))):
         for prefix, layer in (

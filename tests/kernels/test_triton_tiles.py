@@ -17,6 +17,7 @@ from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import tiles_cases
+from tests.kernels.poison import poison
 from tests.kernels.tiles_cases import FORMS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,14 +28,7 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch hold NaN until they are written."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
-    workspace(torch.zeros(0, device=DEVICE).device).floats.fill_(float("nan"))
+    poison(monkeypatch, DEVICE)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -28,17 +28,15 @@ from octavo.models.targets import canonical, missing
 from octavo.parallel.state import TensorParallelGroup
 from octavo.quantization.linear_method import UnquantizedLinearMethod
 from tests.kernels.latent_cases import expected_attention, latent_batch
+from tests.layers.building import build_context
 
 SIZES = LatentConfig(q_rank=None, kv_rank=20, nope_dim=6, rope_dim=8, value_dim=5)
 
 
 def build(dtype: torch.dtype = torch.float32, group: TensorParallelGroup | None = None) -> BuildContext:
-    return BuildContext(
+    return build_context(
         dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=64,
         attention_backend="cpu",
-        block_size=8,
         kv_dtype=str(dtype).removeprefix("torch."),
         group=group or TensorParallelGroup(),
         linear_method=lambda prefix, parts=(): UnquantizedLinearMethod(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from octavo.errors import ConfigError, ModelError
 from octavo.layers.activation import gated_activation
 from octavo.layers.backends import resolve_backend
 from octavo.layers.embedding import LMHead, VocabEmbedding
-from octavo.layers.layer import BuildContext, Layer
+from octavo.layers.layer import Layer
 from octavo.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -23,20 +21,12 @@ from octavo.models.targets import missing
 from octavo.parallel.state import TensorParallelGroup, tensor_parallel_group, use_group
 from octavo.quantization.linear_method import linear_method, widening_linear
 from octavo.quantization.scheme import QuantizationConfig
+from tests.layers.building import build_context
 from tests.parallel.threads import on_ranks
 
 
 def built(layer: Layer, group: TensorParallelGroup, weights: dict[str, torch.Tensor], prefix: str) -> Layer:
-    build = BuildContext(
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=64,
-        attention_backend="torch",
-        block_size=8,
-        kv_dtype="float32",
-        group=group,
-        linear_method=partial(linear_method, None),
-    )
+    build = build_context(group=group)
     with torch.no_grad():
         layer.create_weights(build, prefix)
         targets = layer.load_targets(prefix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -23,8 +22,8 @@ from octavo.layers.moe import Experts, MoE, local_experts
 from octavo.layers.router import Router
 from octavo.models.config import MoEConfig
 from octavo.parallel.state import TensorParallelGroup
-from octavo.quantization.linear_method import linear_method
 from tests.kernels import moe_cases
+from tests.layers.building import build_context
 from tests.parallel.threads import on_ranks
 
 HIDDEN = 32
@@ -35,17 +34,7 @@ def context(
     dtype: torch.dtype = torch.float32,
     expert_parallel: bool = False,
 ) -> BuildContext:
-    return BuildContext(
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=64,
-        attention_backend="torch",
-        block_size=16,
-        kv_dtype="float32",
-        group=group or TensorParallelGroup(),
-        linear_method=partial(linear_method, None),
-        expert_parallel=expert_parallel,
-    )
+    return build_context(dtype=dtype, group=group or TensorParallelGroup(), expert_parallel=expert_parallel)
 
 
 def build(module: nn.Module, prefix: str, build: BuildContext) -> dict[str, LoadTarget]:

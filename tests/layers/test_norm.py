@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-from octavo.layers.layer import BuildContext, Layer
+from octavo.layers.layer import Layer
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.parallel.state import tensor_parallel_group
-from octavo.quantization.linear_method import linear_method
+from tests.layers.building import build_context
 
 
 def built(layer: Layer, dtype: torch.dtype, **weights: torch.Tensor) -> None:
-    build = BuildContext(
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=64,
-        attention_backend="torch",
-        block_size=8,
-        kv_dtype="float32",
-        group=tensor_parallel_group(),
-        linear_method=partial(linear_method, None),
-    )
+    build = build_context(dtype=dtype)
     layer.create_weights(build, "norm")
     targets = layer.load_targets("norm")
     assert targets.keys() == {f"norm.{name}" for name in weights}

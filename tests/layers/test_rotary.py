@@ -8,13 +8,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octavo.errors import ConfigError, ModelError
-from octavo.layers.backends import resolve_backend
-from octavo.layers.layer import BuildContext
 from octavo.layers.rotary import RotaryEmbedding, rope_frequencies, rope_variant
 from octavo.models.config import RopeConfig
 from octavo.models.hf_config import model_config_from_dict
-from octavo.parallel.state import tensor_parallel_group
-from octavo.quantization.linear_method import linear_method
+from tests.layers.building import build_context
 
 THETA = 500000.0
 DIM = 64
@@ -104,15 +101,6 @@ def test_numbers_without_finite_frequencies_are_refused(theta, params):
 
 def test_table_that_memory_cannot_hold():
     layer = RotaryEmbedding(RopeConfig(1e4, 128), 1 << 30)
-    build = BuildContext(
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=1 << 42,
-        attention_backend=resolve_backend("torch", torch.device("cpu")),
-        block_size=16,
-        kv_dtype="float32",
-        group=tensor_parallel_group(),
-        linear_method=linear_method,
-    )
+    build = build_context(max_model_len=1 << 42)
     with pytest.raises(ConfigError, match="max_model_len=4398046511104"):
         layer.create_weights(build, "rope")

@@ -14,7 +14,6 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu import half
 from octavo.kernels.quant_ops import has_kernels
 from octavo.layers.attention_layer import Attention
-from octavo.layers.layer import BuildContext
 from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
@@ -27,6 +26,7 @@ from octavo.quantization.linear_method import linear_method
 from octavo.quantization.matrices import Matrix, Matrix8, TilesMatrix
 from octavo.worker.weight_bytes import kept_weight_bytes
 from tests import tiny
+from tests.layers import building
 from tests.parallel.threads import on_ranks
 from tests.quantization.checkpoints import (
     AMPERE,
@@ -179,16 +179,9 @@ def fill(
     source = find_model(str(FOLDER / name))
     quantization = checkpoint_quantization(source, load_model_config(source), "auto")
     make = partial(linear_method, quantization)
-    build = BuildContext(torch.float32, torch.device("cpu"), 64, "torch", 8, "float32", group, make)
+    build = building.build_context(group=group, linear_method=make)
     weights = load_file(FOLDER / name / "model.safetensors")
-    with torch.no_grad():
-        for key, layer in layers.items():
-            prefix = f"model.layers.0.{key}"
-            layer.create_weights(build, prefix)
-            for target, place in layer.load_targets(prefix).items():
-                if target in weights:
-                    place.load(weights[target])
-            layer.process_after_load()
+    building.fill({f"model.layers.0.{key}": layer for key, layer in layers.items()}, weights, build)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +232,7 @@ def test_columns_of_a_small_group_cannot_be_split(name: str, size: int, message:
     group, make = TensorParallelGroup(size - 1, size), partial(linear_method, quantization)
     layer = RowParallelLinear(192, 64)
     layer.create_weights(
-        BuildContext(torch.float32, torch.device("cpu"), 64, "torch", 8, "float32", group, make),
+        building.build_context(group=group, linear_method=make),
         "model.layers.0.mlp.down_proj",
     )
     with pytest.raises(ConfigError, match=message):

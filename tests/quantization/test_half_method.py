@@ -14,7 +14,7 @@ from torch import nn
 from octavo.kernels import ops
 from octavo.kernels.cpu import half
 from octavo.layers.embedding import LMHead, VocabEmbedding
-from octavo.layers.layer import BuildContext, Layer
+from octavo.layers.layer import Layer
 from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
@@ -27,13 +27,13 @@ from octavo.quantization.scheme import setting
 from octavo.worker import device as worker_device
 from octavo.worker.device import choose_quantization
 from tests import tiny
+from tests.layers.building import CPU, build_context, fill
 from tests.models.paged import PagedRun
 from tests.parallel.threads import on_ranks
 
 if not half.panel():
     pytest.skip("no kernels for 16-bit matrices on this CPU", allow_module_level=True)
 
-CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -43,26 +43,8 @@ def built(
     dtype: torch.dtype = torch.float32,
     group: TensorParallelGroup | None = None,
 ) -> None:
-    """Make and fill layers, as the loader does."""
-    build = BuildContext(
-        dtype,
-        CPU,
-        64,
-        "torch",
-        8,
-        "float32",
-        group or TensorParallelGroup(),
-        partial(linear_method, setting("half")),
-    )
-    with torch.no_grad():
-        for name, layer in layers.items():
-            layer.create_weights(build, name)
-        for name, layer in layers.items():
-            for key, target in layer.load_targets(name).items():
-                if key in weights:
-                    target.load(weights[key])
-        for layer in reversed(layers.values()):  # in any order
-            layer.process_after_load()
+    group, method = group or TensorParallelGroup(), partial(linear_method, setting("half"))
+    fill(layers, weights, build_context(dtype=dtype, group=group, linear_method=method))
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

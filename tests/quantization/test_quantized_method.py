@@ -18,7 +18,7 @@ from octavo.kernels import ops, quant_ops
 from octavo.kernels.cpu import quant
 from octavo.kernels.reference_quant import BLOCK, PlainMatrix, QuantizedMatrix, dequantize
 from octavo.layers.embedding import LMHead, VocabEmbedding
-from octavo.layers.layer import BuildContext, Layer
+from octavo.layers.layer import Layer
 from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.loader import iterate_weights, load_model_config
@@ -31,10 +31,9 @@ from octavo.quantization.scheme import setting
 from octavo.worker.device import choose_quantization
 from tests import tiny
 from tests.kernels.quant_cases import FORMATS, matrix
+from tests.layers.building import CPU, build_context, fill
 from tests.models.paged import PagedRun
 from tests.parallel.threads import on_ranks
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["kernels", "plain"])
@@ -56,28 +55,8 @@ def built(
     group: TensorParallelGroup | None = None,
     device: torch.device = CPU,
 ) -> None:
-    """Make and fill layers, as the loader does."""
-    build = BuildContext(
-        dtype,
-        device,
-        64,
-        "torch",
-        8,
-        "float32",
-        group or TensorParallelGroup(),
-        partial(linear_method, setting(quantization)),
-    )
-    with torch.no_grad():
-        for name, layer in layers.items():
-            layer.create_weights(build, name)
-        for name, layer in layers.items():
-            for key, target in layer.load_targets(name).items():
-                if key in weights:
-                    assert target.shape == tuple(weights[key].shape)
-                    target.load(weights[key])
-        if weights:
-            for layer in reversed(layers.values()):  # in any order
-                layer.process_after_load()
+    group, method = group or TensorParallelGroup(), partial(linear_method, setting(quantization))
+    fill(layers, weights, build_context(dtype=dtype, device=device, group=group, linear_method=method))
 
 
 def kept(name: str, rows: int, columns: int, seed: int) -> QuantizedMatrix:
