@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 
+from octavo.models.config import ModelConfig
+from octavo.models.hf_config import model_config_from_dict
 from octavo.models.interface import CausalLM
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
@@ -65,3 +69,45 @@ def check(model: CausalLM, variant: str, chunk: int = 1000, prompts: list[list[i
         want = tiny.logits(variant, prompt)
         assert (got - want).abs().max() < TOLERANCE
         assert want.std() > 1  # else closeness would mean little
+
+
+def random_model(
+    family: str, options: dict[str, Any], seed: str
+) -> tuple[transformers.PreTrainedModel, ModelConfig]:
+    """A model of a family of Transformers ("Llama", …) whose every weight matters, and its config as ours."""
+    config = getattr(transformers, f"{family}Config")(**options)
+    config.architectures = [f"{family}ForCausalLM"]
+    torch.manual_seed(sum(seed.encode()))
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.uniform_(-0.3, 0.3)
+        elif name.endswith("bias"):
+            tensor.data.normal_(std=0.3)
+        elif "norm" in name:
+            tensor.data.uniform_(0.5, 1.5)
+    return model.eval(), model_config_from_dict(config.to_dict())
+
+
+def converted(hf: transformers.PreTrainedModel, config: ModelConfig, **settings: Any) -> CausalLM:
+    """The same model as ours; `settings` are those of `build_model`."""
+    model = build_model(config, **settings)
+    state = hf.state_dict()
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    load_weights(model, state.items())
+    return model
+
+
+def random_prompts(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    """The same prompts every time."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    """Logits of texts in float32 are Transformers', and are worth comparing."""
+    for got, want in zip(ours, theirs, strict=True):
+        assert (got - want).abs().max() < TOLERANCE
+        assert want.std() > 1  # else closeness would mean little
+        assert len(set(want.argmax(-1).tolist())) > 3
