@@ -11,7 +11,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.quantization import linear_method
 from tests.models.paged import PagedRun
-from tests.models.parity import assert_as_exact
+from tests.models.parity import assert_as_exact, greedy, read
 
 pytestmark = pytest.mark.slow
 
@@ -62,46 +62,14 @@ def llm(default_model):
         yield made
 
 
-@torch.no_grad()
-def greedy(model: Any, ids: list[int]) -> tuple[list[int], float]:
-    """Transformers' greedy continuation, and the smallest lead of a chosen token."""
-    out, cache, lead = [], None, float("inf")
-    step = torch.tensor([ids])
-    for _ in range(NEW_TOKENS):
-        result = model(step, past_key_values=cache, use_cache=True)
-        cache, row = result.past_key_values, result.logits[0, -1]
-        first, second = row.topk(2).values.tolist()
-        lead = min(lead, first - second)
-        out.append(int(row.argmax()))
-        step = torch.tensor([[out[-1]]])
-    return out, lead
-
-
 @pytest.mark.proves("64 greedy tokens", model="SmolLM2-135M-Instruct (GGUF, Q4_1)")
 def test_64_greedy_tokens_are_those_of_transformers(llm, transformers_model):
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for _ in range(2):  # cold, then with the prompts' blocks in the cache
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         for output in outputs:
-            want, lead = greedy(transformers_model, output.prompt_token_ids)
+            want, lead = greedy(transformers_model, output.prompt_token_ids, NEW_TOKENS)
             assert output.outputs[0].token_ids == want, f"smallest lead in Transformers: {lead:.1e}"
-
-
-def octavo_model(path: Any) -> Any:
-    from octavo.models.loader import iterate_weights, load_model_config
-    from octavo.models.loading import build_model, load_weights, targets_of
-    from octavo.models.locate import find_model
-
-    source = find_model(str(path))
-    config = load_model_config(source)
-    model = build_model(
-        config, dtype=torch.float32, device="cpu", attention_backend="cpu", max_model_len=1024, block_size=16
-    )
-    load_weights(
-        model,
-        iterate_weights(source, config, targets_of(config), "auto", torch.float32, "cpu", progress=False),
-    )
-    return model
 
 
 @pytest.mark.proves("logits at every position", model="SmolLM2-135M-Instruct (GGUF, Q4_1)")
@@ -114,7 +82,7 @@ def test_logits_at_every_position_are_those_of_transformers(
     exact_model = deepcopy(transformers_model).double()
     if not packed:
         monkeypatch.setattr(linear_method, "packs", lambda *_: False)
-    model = octavo_model(default_model)
+    model = read(default_model, backend="cpu", block_size=16, max_model_len=1024)
     texts = [llm.get_tokenizer().encode(text) for text in PROMPTS]
     want = [transformers_model(torch.tensor([ids])).logits[0] for ids in texts]
     exact = [exact_model(torch.tensor([ids])).logits[0] for ids in texts]

@@ -19,7 +19,7 @@ from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
 from octavo.quantization import linear_method
 from tests.models.paged import PagedRun
-from tests.models.parity import assert_as_exact, read
+from tests.models.parity import assert_as_exact, greedy, read
 from tests.real_models import GEMMA3_270M, QWEN25_CODER_05B, RealModel, fetch
 
 pytestmark = pytest.mark.slow
@@ -104,27 +104,13 @@ def llm(path: Path) -> Iterator[LLM]:
         yield made
 
 
-@torch.no_grad()
-def greedy(model: Any, ids: list[int]) -> tuple[list[int], float]:
-    """Transformers' greedy continuation, and the smallest lead of a chosen token."""
-    out, cache, lead, step = [], None, float("inf"), torch.tensor([ids])
-    for _ in range(NEW_TOKENS):
-        result = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, row = result.past_key_values, result.logits[0, -1]
-        first, second = row.topk(2).values.tolist()
-        lead = min(lead, first - second)
-        out.append(int(row.argmax()))
-        step = torch.tensor([[out[-1]]])
-    return out, lead
-
-
 @pytest.mark.proves("64 greedy tokens")
 def test_64_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: Any) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     want = None
     for _ in range(2):  # cold, then with the prompts' blocks in the cache
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        want = want or [greedy(theirs, output.prompt_token_ids) for output in outputs]
+        want = want or [greedy(theirs, output.prompt_token_ids, NEW_TOKENS) for output in outputs]
         for output, (tokens, lead) in zip(outputs, want, strict=True):
             assert output.outputs[0].token_ids == tokens, f"smallest lead in Transformers: {lead:.1e}"
 

@@ -111,3 +111,17 @@ def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
         assert (got - want).abs().max() < TOLERANCE
         assert want.std() > 1  # else closeness would mean little
         assert len(set(want.argmax(-1).tolist())) > 3
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: list[int], count: int) -> tuple[list[int], float]:
+    """Transformers' greedy continuation of `count` tokens, and the smallest lead of a chosen token."""
+    out, cache, lead, step = [], None, float("inf"), torch.tensor([ids])
+    for _ in range(count):
+        result = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, row = result.past_key_values, result.logits[0, -1]
+        first, second = row.topk(2).values.tolist()
+        lead = min(lead, first - second)
+        out.append(int(row.argmax()))
+        step = torch.tensor([[out[-1]]])
+    return out, lead
