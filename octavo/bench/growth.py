@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from octavo.bench.bounds import at_least
 from octavo.bench.plot import Chart, Series, draw
 from octavo.bench.report import Row, table
 from octavo.bench.statistics import describe
@@ -43,9 +44,7 @@ class GrowthOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "context_len", "steps", "num_iters"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not valid: give at least 1")
+        at_least(self, batch_size=1, context_len=1, steps=1, num_iters=1)
         for name in ("context_lens", "batch_sizes"):
             given = list(getattr(self, name))
             if given != sorted(set(given)) or (given and given[0] < 1):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from octavo.bench.bounds import at_least
 from octavo.bench.profile import profile_lines, profile_run
 from octavo.bench.report import Row, table
 from octavo.bench.statistics import describe
@@ -34,10 +35,7 @@ class LatencyOptions:
     num_iters_warmup: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            low = 0 if name == "num_iters_warmup" else 1
-            if value < low:
-                raise ConfigError(f"{name}={value} is not valid: give at least {low}")
+        at_least(self, input_len=1, output_len=1, batch_size=1, num_iters=1, num_iters_warmup=0)
 
 
 @dataclass(frozen=True)

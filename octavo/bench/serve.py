@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.bench.bounds import at_least
 from octavo.bench.client import HttpClient, HttpResponse, RequestFailed
 from octavo.bench.report import Row, table
 from octavo.bench.statistics import describe, meets, percentile_name
@@ -63,8 +64,7 @@ class ServeOptions:
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid: give a number above 0")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency={self.max_concurrency} is not valid: give at least 1")
+        at_least(self, max_concurrency=1)
 
 
 @dataclass

@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import octavo
 from octavo import errors
+from octavo.bench.bounds import at_least
 from octavo.bench.report import Row, table
 from octavo.bench.statistics import describe
 from octavo.errors import ConfigError, OctavoError
@@ -36,9 +37,7 @@ class StartupOptions:
     input_len: int = 16
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < (1 if name == "input_len" else 0):
-                raise ConfigError(f"{name}={value} is not valid: give at least {int(name == 'input_len')}")
+        at_least(self, num_iters_cold=0, num_iters_warm=0, input_len=1)
         if not self.num_iters_cold + self.num_iters_warm:
             raise ConfigError("num_iters_cold=0 and num_iters_warm=0: give at least one start")
 

@@ -6,9 +6,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.bench.bounds import at_least
 from octavo.bench.plot import Chart, Series, draw
 from octavo.bench.report import Row, table
 from octavo.bench.serve import Driver, ServeOptions, ServeRun, summarize_serve
@@ -41,11 +42,7 @@ class SweepOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = asdict(self)
-        for name in ("input_len", "output_len", "seconds", "max_seconds"):
-            low = 2 if name == "output_len" else 0 if name.endswith("seconds") else 1
-            if not given[name] >= low:
-                raise ConfigError(f"{name}={given[name]} is not valid: give at least {low}")
+        at_least(self, input_len=1, output_len=2, seconds=0, max_seconds=0)
         if math.isinf(self.seconds):
             raise ConfigError(f"seconds={self.seconds} is not valid: a point has to end")
         levels = list(self.concurrency)

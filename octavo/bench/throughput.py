@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from octavo.bench.bounds import at_least
 from octavo.bench.profile import profile_lines
 from octavo.bench.report import table
 from octavo.bench.workloads import WorkItem, random_requests, rounds, vocab_bounds
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import RequestError
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -26,10 +27,7 @@ class ThroughputOptions:
     num_warmups: int = 4
 
     def __post_init__(self) -> None:
-        for name, low in (("num_iters", 1), ("num_warmups", 0)):
-            value = asdict(self)[name]
-            if value < low:
-                raise ConfigError(f"{name}={value} is not valid: give at least {low}")
+        at_least(self, num_iters=1, num_warmups=0)
 
 
 def measure_throughput(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.bounds import at_least
 from octavo.errors import ConfigError
 
 VOCAB_LOW, VOCAB_HIGH = 1000, 30000  # ids that every vocabulary of practical size has, specials excluded
@@ -191,10 +192,7 @@ class WorkloadSpec:
             raise ConfigError(f"dataset_name={self.kind!r} is not known: choose {', '.join(KINDS)}")
         if (self.kind == "custom") != (self.path is not None):
             raise ConfigError("dataset_name=custom and dataset_path=FILE go together: give both or neither")
-        for name in ("input_len", "output_len", "prefix_len", "period", "turns", "turn_len", "num_prompts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} is not valid: give at least 1")
+        at_least(self, input_len=1, output_len=1, prefix_len=1, period=1, turns=1, turn_len=1, num_prompts=1)
         if not 0.0 <= self.range_ratio < 1.0:
             raise ConfigError(f"range_ratio={self.range_ratio} is not valid: give at least 0 and less than 1")
 
