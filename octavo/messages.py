@@ -190,12 +190,14 @@ class ProfileStatus(msgspec.Struct, omit_defaults=True):
         trace, summary: paths of the trace (gzipped Chrome JSON) and of the text beside it; None at the start.
         num_steps: steps that the trace holds.
         error: what went wrong, in one line.
+        rank_traces: paths of each rank's trace, where ranks run the steps; `trace` is the engine's then.
     """
 
     trace: str | None = None
     summary: str | None = None
     num_steps: int = 0
     error: str | None = None
+    rank_traces: list[str] = []
 
 
 class RequestInfo(msgspec.Struct):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.engine.profiling import Profiler, torch_profiler
 from octavo.errors import RequestError
 from octavo.kv.tiers import BlockStore
 from octavo.step_messages import ModelFacts, StepPlan, StepResult, TokenMasks
@@ -55,6 +56,10 @@ class Executor(ABC):
             OctavoError, RuntimeError: there is too little memory, or the checkpoint cannot be read.
         """
         raise RequestError("this engine cannot sleep")
+
+    def make_profiler(self) -> Profiler:
+        """What records the steps that are launched, wherever they run."""
+        return torch_profiler()
 
     def watch(self, notify: Callable[[], None]) -> None:  # noqa: B027 (one worker cannot die alone)
         """Have `notify` called, on any thread, when the workers have died; `check` then says why."""
@@ -132,6 +137,10 @@ class EncoderExecutor:
     def encode(self, texts: list[list[int]]) -> list[bytes]:
         """Each text's vector as native float32, computed as one batch."""
         return [vector.tobytes() for vector in self._worker.encode(texts)]
+
+    def make_profiler(self) -> Profiler:
+        """See `Executor.make_profiler`."""
+        return torch_profiler()
 
     def close(self) -> None:
         """Free device and memory."""

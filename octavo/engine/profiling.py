@@ -21,13 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler(Protocol):
-    """What is asked of `octavo.worker.profiler.TorchProfiler`."""
+    """What is asked of `octavo.worker.profiler.TorchProfiler`, and of what lets ranks record."""
 
     def start(self) -> None: ...
 
     def range(self, name: str) -> AbstractContextManager[object]: ...
 
-    def stop(self, path: str | None) -> None: ...
+    def stop(self, path: str | None) -> list[str]:
+        """Writes the trace to `path`, and perhaps others beside it: the paths of all. None: writes none."""
 
 
 def torch_profiler() -> Profiler:
@@ -45,9 +46,10 @@ class Profiling:
     end.
     """
 
-    def __init__(self, core: Core, make_profiler: Callable[[], Profiler] = torch_profiler):
+    def __init__(self, core: Core, make_profiler: Callable[[], Profiler] | None = None):
+        """`make_profiler`: by default the core's executor's."""
         self._core = core
-        self._make_profiler = make_profiler
+        self._make_profiler = make_profiler or core.executor.make_profiler
         self._profiler: Profiler | None = None
         self._steps = self._delay = 0
         self._done: ProfileStatus | None = None
@@ -144,15 +146,20 @@ class Profiling:
         assert folder is not None
         try:
             trace = _free_path(Path(folder).resolve())
-            profiler.stop(str(trace))
+            written = profiler.stop(str(trace))
             summary = trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
-            found = summarize_trace(read_trace(trace))
-            summary.write_text(render_summary(found, f"{trace.name}: view it at https://ui.perfetto.dev"))
+            summary.write_text("\n".join(map(_page, written)))
         except Exception as error:  # a full disk shows as a trace that cannot be read back, for instance
             self._done = _lost("cannot be written", error)
             return
         logger.info("profile of %d steps: %s (%.1f s to write)", self._steps, trace, time.monotonic() - begin)
-        self._done = ProfileStatus(str(trace), str(summary), self._steps)
+        self._done = ProfileStatus(str(trace), str(summary), self._steps, rank_traces=written[1:])
+
+
+def _page(trace: str) -> str:
+    """A trace summed up."""
+    title = f"{Path(trace).name}: view it at https://ui.perfetto.dev"
+    return render_summary(summarize_trace(read_trace(trace)), title)
 
 
 def _lost(what: str, error: Exception) -> ProfileStatus:

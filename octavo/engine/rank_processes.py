@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import selectors
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,10 +38,11 @@ from octavo.step_messages import ModelFacts
 
 logger = logging.getLogger(__name__)
 
-START_SILENCE = 60.0
-"""Seconds without a sign of life that end a start: libraries that are loaded may hold a process up."""
+LIBRARY_SILENCE = 60.0
+"""Seconds without a sign of life that end a start, or another chore: libraries may hold a process up."""
 STRAGGLER_SECONDS = 10.0
-"""Seconds after one rank's step failed in which the others must have answered: they may wait in vain."""
+"""Seconds after one rank's step failed in which the others of its stage must have answered: they may wait in
+vain. Other stages get what they wait for from one that fails, and may have steps before that one to do."""
 _LOOK = 0.25  # seconds between looks at the clock
 _EXIT_SECONDS = 5.0
 _PIECE = 1 << 18
@@ -99,6 +100,7 @@ class RankProcesses:
         messages: what ranks said, each with its rank's number; None: they are dead.
         dead: why they are, once they are.
         on_death: called once they are, on the watcher's thread.
+        patient: they do what is no step, and may be silent for long.
 
     Raises (on construction):
         OctavoError: what a rank could not do, the first one's to say so.
@@ -108,27 +110,30 @@ class RankProcesses:
         self.messages: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
         self.dead: EngineDeadError | None = None
         self.on_death: Callable[[], None] | None = None
+        self.patient = False
         self._heartbeat = config.distributed_heartbeat_seconds
         self._deadline = config.distributed_timeout_seconds
         self._closing = False
         self._killed = False  # by a signal, one of them, before all others ended
         self._watcher: threading.Thread | None = None
-        self._failed: tuple[int, float, str] | None = None  # a step that failed: number, when, what
+        # A step that failed: number, the stage on which, when, what.
+        self._failed: tuple[int, int, float, str] | None = None
         self._lock = threading.Lock()  # of the end
-        tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+        self._tensor = tensor = config.tensor_parallel_size
+        stages = config.pipeline_parallel_size
         self._ranks: list[_Rank] = []
-        rendezvous = tempfile.TemporaryFile()  # without a name: nothing is left of it, whoever is killed
+        rendezvous = os.memfd_create("octavo-ranks")  # nothing is left of it, whoever is killed
         try:
             level = logging.getLogger("octavo").getEffectiveLevel()
             for number in range(tensor * stages):
-                rank = _Rank(number, rendezvous.fileno())
+                rank = _Rank(number, rendezvous)
                 self._ranks.append(rank)
                 setup = RankSetup(
                     dataclasses.asdict(config),
                     number,
                     tensor,
                     stages,
-                    f"/proc/self/fd/{rendezvous.fileno()}",
+                    f"/proc/self/fd/{rendezvous}",
                     # All ranks would say the same.
                     level if number == 0 else max(level, logging.WARNING),
                 )
@@ -140,7 +145,7 @@ class RankProcesses:
             self._kill()
             raise
         finally:
-            rendezvous.close()
+            os.close(rendezvous)
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -280,7 +285,8 @@ class RankProcesses:
                 rank.answered, rank.since = message.number, rank.heard
                 if isinstance(message, StepFailed) and self._failed is None:
                     text = f"{message.kind}: {message.message}"
-                    self._failed = message.number, rank.heard, f"step failed on {rank} alone ({text})"
+                    stage = rank.number // self._tensor
+                    self._failed = message.number, stage, rank.heard, f"step failed on {rank} alone ({text})"
             self.messages.put((rank.number, message))
         return True
 
@@ -289,15 +295,17 @@ class RankProcesses:
         if self.dead is not None or self._closing:
             return
         for rank in self._ranks:
-            silence = self._heartbeat if rank.ready else max(self._heartbeat, START_SILENCE)
+            waits_long = self.patient or not rank.ready
+            silence = max(self._heartbeat, LIBRARY_SILENCE) if waits_long else self._heartbeat
             if now - rank.heard > silence:
                 self.end(f"{rank} gives no sign of life since {now - rank.heard:.0f} s")
             elif rank.due > rank.answered and now - rank.since > self._deadline:
                 seconds = f"{now - rank.since:.0f} s (distributed_timeout_seconds)"
                 self.end(f"{rank} has not finished a step in {seconds}")
         if self._failed is not None:
-            number, when, text = self._failed
-            if all(rank.answered >= number for rank in self._ranks):
+            number, stage, when, text = self._failed
+            alike = self._ranks[stage * self._tensor : (stage + 1) * self._tensor]
+            if all(rank.answered >= number for rank in alike):
                 self._failed = None
             elif now - when > STRAGGLER_SECONDS:
                 self.end(text)

@@ -11,6 +11,7 @@ from octavo import errors
 from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, PendingStep
 from octavo.engine.rank_processes import RankProcesses
+from octavo.engine.rank_profiler import RanksProfiler
 from octavo.errors import EngineDeadError
 from octavo.parallel.wire import (
     Answer,
@@ -124,6 +125,9 @@ class RanksExecutor(Executor):
     def wake_up(self) -> None:
         self._ask(WakeRank())
 
+    def make_profiler(self) -> RanksProfiler:
+        return RanksProfiler(self._ask, len(self._processes))
+
     def close(self) -> None:
         self._processes.close()
 
@@ -133,14 +137,18 @@ class RanksExecutor(Executor):
         Raises:
             OctavoError, RuntimeError: what one of them could not do.
         """
-        self._processes.broadcast(message)
         answers: list[Answer] = []
-        while len(answers) < len(self._processes):
-            number, said = self._receive()
-            if isinstance(said, Answer):
-                answers.append(said)
-            else:
-                self._take(number, said)
+        self._processes.patient = True
+        try:
+            self._processes.broadcast(message)
+            while len(answers) < len(self._processes):
+                number, said = self._receive()
+                if isinstance(said, Answer):
+                    answers.append(said)
+                else:
+                    self._take(number, said)
+        finally:
+            self._processes.patient = False
         for answer in answers:
             if answer.kind is not None:
                 raise _error(answer.kind, answer.message)

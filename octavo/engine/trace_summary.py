@@ -38,8 +38,8 @@ class TraceSummary:
         steps: steps recorded.
         wall_us: from the first step's begin to the end of the last one's work.
         device_busy_us: time in which any kernel or copy ran.
-        stages_us: host time by stage of a step; `rest of the step` and `between steps` complete the wall
-            time.
+        stages_us: host time by stage of a step, of those that the trace has; `rest of the step` and `between
+            steps` complete the wall time.
         kernels: by name, on the device.
         operators: by name, on the host, without what they call.
     """
@@ -83,10 +83,10 @@ def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
         begin = min(e["ts"] for e in steps)
         end = max(s[1] for s in [*map(_span, steps), *busy])
         found.wall_us = end - begin
-        for name in STAGES:
-            found.stages_us[name] = sum(
-                e["dur"] for thread in host.values() for e in thread if e["name"] == name
-            )
+        for name in STAGES:  # a rank has not all of them
+            times = [e["dur"] for thread in host.values() for e in thread if e["name"] == name]
+            if times:
+                found.stages_us[name] = sum(times)
         inside = sum(e["dur"] for e in steps)
         found.stages_us["rest of the step"] = inside - sum(found.stages_us.values())
         found.stages_us["between steps"] = found.wall_us - inside

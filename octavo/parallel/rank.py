@@ -15,12 +15,14 @@ import socket
 import sys
 import threading
 import zlib
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.engine.cpu_libraries import settle_libraries
 from octavo.engine.frames import receive_frame, send_frame
 from octavo.engine.garbage import keep_for_good
+from octavo.engine.trace_summary import STAGES, STEP
 from octavo.log import configure_logging
 from octavo.parallel.wire import (
     Answer,
@@ -33,8 +35,10 @@ from octavo.parallel.wire import (
     RankSetup,
     RunStep,
     SleepRank,
+    StartTrace,
     StepDone,
     StepFailed,
+    StopTrace,
     ToRank,
     WakeRank,
     decode_setup,
@@ -45,11 +49,13 @@ from octavo.parallel.wire import (
 if TYPE_CHECKING:
     from octavo.engine.executor import PendingStep
     from octavo.step_messages import StepResult
+    from octavo.worker.profiler import TorchProfiler
     from octavo.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+_, _EXECUTE, _WAIT, _ = STAGES
 _PR_SET_PDEATHSIG = 1
 
 
@@ -97,7 +103,7 @@ def main(fd: int) -> int:
         return 1
     link.send(RankReady(worker.facts))
     try:
-        _Server(worker, link, tells=setup.rank == setup.tensor * (setup.pipeline - 1)).run(inbox)
+        _Server(worker, link, setup.rank, tells=setup.rank == setup.tensor * (setup.pipeline - 1)).run(inbox)
     except Exception as error:
         logger.error("rank %d cannot go on", setup.rank, exc_info=True)
         link.send(RankFatal(type(error).__name__, str(error)))
@@ -129,11 +135,13 @@ class _Server:
     """Runs what the engine asks for, in order. On a device that works beside the host, results are waited
     for on a thread of their own, so that the next step is launched meanwhile."""
 
-    def __init__(self, worker: Worker, link: Link, tells: bool):
+    def __init__(self, worker: Worker, link: Link, number: int, tells: bool):
         """`tells`: whether this rank sends results; the others only say that they are through."""
         self._worker = worker
         self._link = link
+        self._number = number
         self._tells = tells
+        self._profiler: TorchProfiler | None = None  # while a profile is under way
         self._masked: tuple[int, PendingStep] | None = None  # waits for its masks
         self._launched: queue.SimpleQueue[tuple[int, PendingStep] | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None
@@ -145,7 +153,8 @@ class _Server:
         """Until `CloseRank`."""
         while not isinstance(message := inbox.get(), CloseRank):
             if isinstance(message, RunStep):
-                self._launch(message)
+                with self._range(STEP):
+                    self._launch(message)
             elif isinstance(message, DrawTokens):
                 self._draw(message)
             else:
@@ -158,7 +167,8 @@ class _Server:
     def _launch(self, message: RunStep) -> None:
         self._masked = None  # of a step that failed elsewhere
         try:
-            step = self._worker.execute(message.plan)
+            with self._range(_EXECUTE):
+                step = self._worker.execute(message.plan)
         except Exception as error:
             self._failed(message.number, error)
             return
@@ -181,7 +191,8 @@ class _Server:
 
     def _launched_step(self, number: int, step: PendingStep) -> None:
         if self._waiter is None:
-            self._finish(number, step)
+            with self._range(_WAIT):
+                self._finish(number, step)
         else:
             self._launched.put((number, step))
 
@@ -211,15 +222,36 @@ class _Server:
         logger.debug("step %d failed", number, exc_info=error)
         self._link.send(StepFailed(number, type(error).__name__, _line(error)))
 
-    def _answer(self, message: SleepRank | WakeRank) -> Answer:
+    def _answer(self, message: SleepRank | WakeRank | StartTrace | StopTrace) -> Answer:
         try:
             if isinstance(message, SleepRank):
                 return Answer(self._worker.sleep(message.level))
-            self._worker.wake_up()
+            if isinstance(message, WakeRank):
+                self._worker.wake_up()
+            elif isinstance(message, StartTrace):
+                self._start_trace()
+            else:
+                self._stop_trace(message.paths)
             return Answer()
         except Exception as error:
             logger.debug("%s failed", type(message).__name__, exc_info=error)
             return Answer(0, type(error).__name__, _line(error))
+
+    def _start_trace(self) -> None:
+        from octavo.worker.profiler import TorchProfiler
+
+        profiler = TorchProfiler()
+        profiler.start()
+        self._profiler = profiler
+
+    def _stop_trace(self, paths: list[str]) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop(paths[self._number] if paths else None)
+
+    def _range(self, name: str) -> AbstractContextManager[object]:
+        """A range of the trace, on the thread that launches steps."""
+        return contextlib.nullcontext() if self._profiler is None else self._profiler.range(name)
 
 
 def _digest(result: StepResult) -> int:

@@ -32,9 +32,8 @@ def check_ranks(config: EngineConfig) -> None:
         )
     if config.pipeline_parallel_size > 1:
         _check_stages(config)
-    for name in ("kv_disk_path", "torch_profiler_dir"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name} does not work with {ranks}: leave it out")
+    if config.kv_disk_path is not None:
+        raise ConfigError(f"kv_disk_path does not work with {ranks}: leave it out")
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -56,11 +56,25 @@ class WakeRank(msgspec.Struct, tag="wake"):
     """Engine to rank: take it again."""
 
 
+class StartTrace(msgspec.Struct, tag="start_trace"):
+    """Engine to rank: record the steps that follow, for a profile."""
+
+
+class StopTrace(msgspec.Struct, tag="stop_trace"):
+    """Engine to rank: end the profile, if one is under way.
+
+    Attributes:
+        paths: by rank, where its trace goes; empty: it is dropped.
+    """
+
+    paths: list[str] = []
+
+
 class CloseRank(msgspec.Struct, tag="close"):
     """Engine to rank: free everything and end."""
 
 
-ToRank = RunStep | DrawTokens | SleepRank | WakeRank | CloseRank
+ToRank = RunStep | DrawTokens | SleepRank | WakeRank | StartTrace | StopTrace | CloseRank
 
 
 class RankReady(msgspec.Struct, tag="ready"):
@@ -107,7 +121,7 @@ class StepFailed(msgspec.Struct, tag="failed"):
 
 
 class Answer(msgspec.Struct, tag="answer"):
-    """Rank to engine: a `SleepRank` or `WakeRank` is through, or raised the error `kind`."""
+    """Rank to engine: what it was asked for, other than a step, is through, or raised the error `kind`."""
 
     value: int = 0
     kind: str | None = None

@@ -229,7 +229,7 @@ async def _start_profile(service: Service, scope: Scope, body: None) -> AsgiResp
 async def _stop_profile(service: Service, scope: Scope, body: None) -> AsgiResponse:
     status = await service.engine.stop_profile()
     assert status.trace is not None and status.summary is not None
-    return json_response(ProfileResponse(status.trace, status.summary, status.num_steps))
+    return json_response(ProfileResponse(status.trace, status.summary, status.num_steps, status.rank_traces))
 
 
 async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:

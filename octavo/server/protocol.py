@@ -519,11 +519,13 @@ class VersionResponse(Struct):
 
 
 class ProfileResponse(Struct):
-    """Answer of POST /stop_profile: paths on the server of what was written."""
+    """Answer of POST /stop_profile: paths on the server of what was written; with several ranks, each has a
+    trace of its own beside the engine's."""
 
     trace: str
     summary: str
     num_steps: int
+    rank_traces: list[str]
 
 
 class StatusResponse(Struct):

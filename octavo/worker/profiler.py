@@ -37,8 +37,9 @@ class TorchProfiler:
         """A named range of the trace."""
         return record_function(name)
 
-    def stop(self, path: str | None) -> None:
-        """Wait for what was launched, stop recording, and write the trace (`.json` or `.json.gz`) to `path`.
+    def stop(self, path: str | None) -> list[str]:
+        """Wait for what was launched, stop recording, and write the trace (`.json` or `.json.gz`) to `path`,
+        which is returned.
 
         Raises:
             OSError, RuntimeError: it cannot be written.
@@ -46,5 +47,7 @@ class TorchProfiler:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._profile.stop()
-        if path is not None:
-            self._profile.export_chrome_trace(path)
+        if path is None:
+            return []
+        self._profile.export_chrome_trace(path)
+        return [path]

@@ -151,6 +151,21 @@ def test_a_rank_that_hangs_ends_the_engine(faulty):
         await_end(ranks)
 
 
+def test_a_stage_that_fails_a_step_need_not_wait_for_slow_ones(faulty, monkeypatch):
+    monkeypatch.setattr(rank_processes, "STRAGGLER_SECONDS", 1.0)
+    with make("llama", pipeline_parallel_size=2) as llm:
+        with pytest.raises(RequestFailedError, match="ValueError: this prompt cannot be computed"):
+            llm.generate([[faulty_rank.FIRST_STAGE_FAILS, *tiny.PROMPTS[0]]], GREEDY, use_tqdm=False)
+        assert generate(llm) == expected("llama")
+
+
+def test_ranks_may_be_silent_in_what_is_no_step(faulty):
+    with make("llama", tensor_parallel_size=2, distributed_heartbeat_seconds=3) as llm:
+        llm.sleep(1)
+        llm.wake_up()
+        assert generate(llm) == expected("llama")
+
+
 def test_two_engines_at_once():
     with make("llama", tensor_parallel_size=2) as one, make("qwen3", tensor_parallel_size=2) as other:
         told: dict[str, list[list[int]]] = {}

@@ -169,7 +169,7 @@ class FakeEngine:
         if not self.profiles:
             raise RequestError("no profile is under way: start one first")
         self.profiles = 0
-        return ProfileStatus("t.json.gz", "t.txt", 3)
+        return ProfileStatus("t.json.gz", "t.txt", 3, rank_traces=["t-rank0.json.gz"])
 
     async def shutdown(self, drain_timeout: float) -> None:
         self.down = True

@@ -15,7 +15,8 @@ def test_profiles_are_started_and_stopped():
         assert server.post("/start_profile", headers=key).status_code == 200
         assert server.post("/start_profile", headers=key).status_code == 400
         answer = server.post("/stop_profile", headers=key)
-        assert answer.json() == {"trace": "t.json.gz", "summary": "t.txt", "num_steps": 3}
+        told = {"trace": "t.json.gz", "summary": "t.txt", "num_steps": 3, "rank_traces": ["t-rank0.json.gz"]}
+        assert answer.json() == told
 
 
 def test_other_servers_have_no_such_endpoints():
