@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -17,7 +18,7 @@ from tests.parallel.test_ranks import await_end, ranks_of
 from tests.server.running import running
 
 REQUESTS = 200
-VICTIMS = ("server", "engine", "rank 0", "rank 1")
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]  # ranks of a stage, and stages
 
 
 def ask(client: httpx.Client, number: int) -> str:
@@ -39,18 +40,25 @@ def ask(client: httpx.Client, number: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_process_is_killed_every_request_ends(seed):
-    rng = random.Random(seed)
-    victim = VICTIMS[seed % len(VICTIMS)]
+@pytest.mark.parametrize("tensor, stages", LAYOUTS)
+def test_whatever_process_is_killed_every_request_ends(tensor, stages, seed, tmp_path, monkeypatch):
+    rng, size = random.Random(seed), tensor * stages
+    victim = ("server", "engine", *(f"rank {number}" for number in range(size)))[seed % (2 + size)]
     # A stopped rank is no dead one; nobody watches whether the engine itself is stopped.
     how = rng.choice((signal.SIGKILL, signal.SIGSTOP)) if "rank" in victim else signal.SIGKILL
     for prompt in range(len(tiny.PROMPTS)):
         tiny.greedy("llama", prompt)
-    arguments = ("--tensor-parallel-size", "2", "--restart-engine", "--distributed-heartbeat-seconds", "3")
-    with running(str(tiny.checkpoint("llama")), *arguments, "--max-num-seqs", "16") as (child, _, client):
+    arguments = (
+        *("--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)),
+        *("--restart-engine", "--distributed-heartbeat-seconds", "3", "--max-num-seqs", "16"),
+    )
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared = set(os.listdir("/dev/shm"))
+    with running(str(tiny.checkpoint("llama")), *arguments) as (child, _, client):
         server = psutil.Process(child.pid)
         engine, ranks = server.children()[0], sorted(ranks_of(child.pid), key=lambda p: p.pid)
-        doomed = {"server": server, "engine": engine, "rank 0": ranks[0], "rank 1": ranks[1]}[victim]
+        assert len(ranks) == size
+        doomed = {"server": server, "engine": engine} | {f"rank {i}": rank for i, rank in enumerate(ranks)}
         answered, after = threading.Semaphore(0), rng.randrange(5, REQUESTS * 3 // 4)
 
         def one(number: int) -> str:
@@ -63,20 +71,25 @@ def test_whatever_process_is_killed_every_request_ends(seed):
             ends = [pool.submit(one, number) for number in range(REQUESTS)]
             for _ in range(after):
                 assert answered.acquire(timeout=120)
-            doomed.send_signal(how)
+            doomed[victim].send_signal(how)
             told = [end.result(timeout=120) for end in ends]
         assert told.count("right") >= after - 1  # what was answered before
         assert victim == "server" or "connection" not in told
         await_end([engine, *ranks])
         if victim == "server":
             assert "connection" in told
-            return
-        end = time.monotonic() + 60
-        while client.get("/health").status_code != 200:
-            assert time.monotonic() < end, "the engine does not come back"
-            time.sleep(0.1)
-        assert [ask(client, number) for number in range(10)] == ["right"] * 10
-        living = [engine for engine in server.children() if engine.status() != psutil.STATUS_ZOMBIE]
-        assert len(living) == 1 and len(ranks_of(child.pid)) == 2
-        left = [*living, *ranks_of(child.pid)]
-    await_end(left)
+            with pytest.raises(httpx.ConnectError):  # nobody holds its socket
+                client.get("/health")
+        else:
+            end = time.monotonic() + 60
+            while client.get("/health").status_code != 200:
+                assert time.monotonic() < end, "the engine does not come back"
+                time.sleep(0.1)
+            assert [ask(client, number) for number in range(10)] == ["right"] * 10
+            living = [p for p in server.children() if p.status() != psutil.STATUS_ZOMBIE]
+            ranks = ranks_of(child.pid)
+            assert len(living) == 1 and len(ranks) == size
+            engine = living[0]
+    await_end([engine, *ranks])
+    assert not list(tmp_path.iterdir())
+    assert set(os.listdir("/dev/shm")) <= shared
