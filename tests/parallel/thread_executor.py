@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine import core as core_module
 from octavo.engine.executor import Executor
+from octavo.kv.groups import page_bytes
 from octavo.parallel import wire
 from octavo.parallel.stages import StageGroup
 from octavo.step_messages import StepPlan, StepResult, TokenMasks
@@ -76,7 +77,14 @@ def results(begun: list[Future[Any]]) -> list[Any]:
 
 
 class ThreadRanksExecutor(Executor):
-    """Ranks as threads, which get plans as they pass over the wire and must draw the same tokens."""
+    """Ranks as threads, which get plans as they pass over the wire and must draw the same tokens.
+
+    Attributes:
+        newest: the one that was made last.
+        page_bytes: of the pool's pages on the rank where they are largest.
+    """
+
+    newest: ClassVar[ThreadRanksExecutor]
 
     def __init__(self, config: EngineConfig):
         tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -84,6 +92,8 @@ class ThreadRanksExecutor(Executor):
         self.tellers = self.ranks[-tensor:]  # the last stage's
         workers = results([rank.loading for rank in self.ranks])
         self.facts = workers[-tensor].facts
+        self.page_bytes = max(page_bytes(worker.groups) for worker in workers)
+        ThreadRanksExecutor.newest = self
         for worker in workers:
             for name in ("num_blocks", "cache_root", "groups", "num_host_blocks"):
                 assert getattr(worker.facts, name) == getattr(self.facts, name), name
