@@ -37,12 +37,19 @@ class HostCache:
         rate_out, rate_into: bytes per second to and from the host, measured.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], num_bytes: int):
+    def __init__(
+        self,
+        caches: Sequence[torch.Tensor],
+        num_bytes: int,
+        ranks: int = 1,
+        agree: Callable[[int], int] = int,
+    ):
         """Allocate, and find the quickest way to copy.
 
         Args:
             caches: the KV caches of all layers (`kv_cache.allocate_caches`).
             num_bytes: host memory; what is left of it after whole pages is not taken.
+            ranks, agree: as `HostMemory`'s.
 
         Raises:
             ConfigError: too little for one page, or more than is free.
@@ -62,6 +69,8 @@ class HostCache:
             self.num_slots * self.page_bytes,
             self._device,
             spoken_for=sum(buffer.nbytes for buffer in buffers) if on_cpu else 0,
+            ranks=ranks,
+            agree=agree,
         )
         self.slots = self._memory.tensor.view(self.num_slots, len(buffers), piece)
         self._bytes = self._memory.tensor.numpy().data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,22 +26,32 @@ class HostMemory:
         tensor: uint8 `[num_bytes]`.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, spoken_for: int = 0):
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        spoken_for: int = 0,
+        ranks: int = 1,
+        agree: Callable[[int], int] = int,
+    ):
         """Allocate.
 
         Args:
             num_bytes: how much.
             device: who shall reach it.
             spoken_for: bytes of host memory that look free and will be used (a CPU's KV cache).
+            ranks: that share the host's memory, each of which allocates as much.
+            agree: gives all of them the smallest of their numbers, before any goes on.
 
         Raises:
             ConfigError: so much isn't free, or cannot be page-locked.
         """
-        free = max(0, detect_memory().available - spoken_for)
-        if num_bytes > free:
+        free = agree(max(0, detect_memory().available - ranks * spoken_for))
+        if ranks * num_bytes > free:
+            each = f" by each of {ranks} ranks" if ranks > 1 else ""
             raise ConfigError(
                 f"swap_space={num_bytes / GIB:g} GiB is more host memory than is free: {num_bytes} bytes "
-                f"asked, {free} free: lower swap_space"
+                f"asked{each}, {free} free: lower swap_space"
             )
         self._locked = False
         if device.type == "cpu":

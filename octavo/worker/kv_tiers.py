@@ -38,14 +38,19 @@ class KVTiers:
         store: blocks on disk, or None.
     """
 
-    def __init__(self, config: EngineConfig, caches: Sequence[torch.Tensor]):
+    def __init__(
+        self, config: EngineConfig, caches: Sequence[torch.Tensor], agree: Callable[[int], int] = int
+    ):
         """Allocate the host tier.
+
+        Args:
+            agree: gives all ranks the smallest of their numbers.
 
         Raises:
             ConfigError: more than is free, or less than a block.
         """
         self._config = config
-        self.host = HostCache(caches, int(config.swap_space * GIB))
+        self.host = HostCache(caches, int(config.swap_space * GIB), config.num_ranks, agree)
         self.store: DiskStore | None = None
 
     def open_store(self, root: bytes) -> None:

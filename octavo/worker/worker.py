@@ -412,7 +412,7 @@ class Worker:
 
     def _make_tiers(self) -> KVTiers:
         """Allocate the host tier; its size and what its copies compete with enter the facts."""
-        tiers = KVTiers(self.config, self.runner.kv_caches)
+        tiers = KVTiers(self.config, self.runner.kv_caches, self._minimum)
         if self.device.type == "cpu":
             rows = min(_PROBE_ROWS, self.max_num_batched_tokens, self.facts.kv_capacity - 1)
             plan, _ = self.first_step(np.array([rows], np.int32), SamplingParams(max_tokens=1))

@@ -129,6 +129,13 @@ def test_more_swap_than_is_free_is_refused_in_one_line(monkeypatch):
     HostCache(caches, 7 * page_bytes(groups)).close()
     with pytest.raises(ConfigError, match=f"{7 * page_bytes(groups)} free"):  # the CPU's KV cache counts
         HostCache(caches, 8 * page_bytes(groups))
+    # So do those of other ranks, and their host tiers.
+    agreed: list[int] = []
+    ranks = dict(ranks=2, agree=lambda value: agreed.append(value) or value)
+    HostCache(caches, 2 * page_bytes(groups), **ranks).close()
+    with pytest.raises(ConfigError, match=f"asked by each of 2 ranks, {4 * page_bytes(groups)} free"):
+        HostCache(caches, 3 * page_bytes(groups), **ranks)
+    assert agreed == 2 * [4 * page_bytes(groups)]
 
 
 def test_less_swap_than_a_block_is_refused():
