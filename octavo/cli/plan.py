@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig
 from octavo.setting_values import parse_amount
 from octavo.speculative_config import WHOLE_MODELS
+from octavo.vllm_names import SHORT
 
 if TYPE_CHECKING:
     from octavo.planning.advice import Advice
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "plan a model's memory on a device, without loading it"
 
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # The server's own options are taken too, so that a command line of `octavo serve` can be planned as it is.
 
 
@@ -39,15 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Length of the requests that are counted, prompt and output together. Default: max_model_len.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object (memory in bytes).")
-    for name in _PARALLEL:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            default=1,
-            metavar="N",
-            help="Planned for, though `octavo serve` of this version takes 1 only. Default: 1.",
-        )
-    add_config_arguments(parser, EngineConfig, "engine", skip=_PARALLEL)
+    parser.add_argument(
+        "--data-parallel-size",
+        SHORT["data_parallel_size"],
+        type=int,
+        default=1,
+        metavar="N",
+        help="Replicas, which are planned for though `octavo serve` of this version runs one. Default: 1.",
+    )
+    add_config_arguments(parser, EngineConfig, "engine", skip=("data_parallel_size",))
     add_config_arguments(parser, ServerConfig, "server (taken as `octavo serve` takes them, and not used)")
 
 
@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
         print("\n".join(f"{card.name:12}{card.memory / 2**30:7.2f} GiB" for card in CARDS))
         return 0
-    sizes = {name: getattr(args, name) for name in _PARALLEL}
-    for name in _PARALLEL:
-        delattr(args, name)  # the engine's settings don't take them yet
+    replicas = args.data_parallel_size
+    del args.data_parallel_size  # the engine's settings don't take it yet
     config = config_from_args(args, EngineConfig)
 
     from octavo.models.hub_header import described_model
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.worker.draft_loading import draft_settings
 
     machine = planned_machine(config.device, args.gpu)
-    layout = Layout(*sizes.values())
+    layout = Layout(config.tensor_parallel_size, config.pipeline_parallel_size, replicas)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(described_model(config))
         speculative, draft = config.speculative, None

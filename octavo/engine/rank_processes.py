@@ -10,6 +10,7 @@ import queue
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from octavo import errors
 from octavo.config import EngineConfig
 from octavo.engine.child import start_child
 from octavo.engine.frames import send_frame, take_frames
-from octavo.errors import EngineDeadError, OctavoError
+from octavo.errors import ConfigError, EngineDeadError, OctavoError
 from octavo.parallel.wire import (
     Beat,
     CloseRank,
@@ -103,10 +104,15 @@ class RankProcesses:
         patient: they do what is no step, and may be silent for long.
 
     Raises (on construction):
+        ConfigError: this is no Linux.
         OctavoError: what a rank could not do, the first one's to say so.
     """
 
     def __init__(self, config: EngineConfig):
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"{config.num_ranks} ranks, each in a process of its own, need Linux: use one rank"
+            )
         self.messages: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
         self.dead: EngineDeadError | None = None
         self.on_death: Callable[[], None] | None = None

@@ -27,6 +27,17 @@ STEP_CONTEXT = 1024
 """Tokens that the requests of a full step are taken to have, on average."""
 
 
+def step_tokens(max_num_seqs: int, stages: int, context: int) -> int:
+    """Tokens whose keys and values a full step is taken to read in each stage, where requests have at most
+    `context`."""
+    return max_num_seqs // stages * min(context, STEP_CONTEXT)
+
+
+def token_bytes(layer: CachedLayer) -> int:
+    """Of one token's keys and values in an attention layer's cache."""
+    return layer.fmt.layer_block_bytes() // layer.fmt.block_size
+
+
 class StreamIn(Absent):
     """In place of the embedding on a later stage: the rows are the stream already."""
 
@@ -116,8 +127,11 @@ def stage_part(
     if partition is None:
         heads = [m for m in whole.modules() if isinstance(m, LMHead)]
         head = sum(_num_bytes(head if head.tied_to is None else head.tied_to) for head in heads)
-        tokens = max_num_seqs // stages * min(context, STEP_CONTEXT)
-        costs = [_num_bytes(layer) + tokens * _token_bytes(layer) for layer in decoder.layers]
+        tokens = step_tokens(max_num_seqs, stages, context)
+        costs = [
+            _num_bytes(layer) + tokens * token_bytes(attention)
+            for layer, attention in zip(decoder.layers, whole.attention_layers(), strict=True)
+        ]
         bounds = divide_layers(costs, head, stages)
     else:
         bounds = read_partition(partition, len(decoder.layers), stages)
@@ -170,9 +184,3 @@ def _tie_head(model: CausalLM, decoder: LlamaModel, embedding: VocabEmbedding) -
 
 def _num_bytes(module: nn.Module) -> int:
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-
-
-def _token_bytes(layer: nn.Module) -> int:
-    """Of one token's keys and values in a decoder layer's cache."""
-    formats = [module.fmt for module in layer.modules() if isinstance(module, CachedLayer)]
-    return sum(fmt.layer_block_bytes() // fmt.block_size for fmt in formats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
@@ -20,8 +19,6 @@ def check_ranks(config: EngineConfig) -> None:
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     told = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     ranks = " and ".join(told) or f"distributed_executor_backend={config.distributed_executor_backend!r}"
-    if sys.platform != "linux":
-        raise ConfigError(f"{ranks} needs Linux: use one rank")
     if config.distributed_executor_backend == "uni":
         raise ConfigError(
             f"{ranks} needs a process for each rank: leave distributed_executor_backend='uni' out"

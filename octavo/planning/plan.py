@@ -20,6 +20,7 @@ from octavo.models.loader import load_model_config
 from octavo.models.loading import build_model
 from octavo.models.locate import ModelSource, configured_model
 from octavo.models.pooling_config import pooling_settings
+from octavo.models.stage import step_tokens, token_bytes
 from octavo.models.transformers_config import ENCODER
 from octavo.parallel.stages import divide_layers, read_partition
 from octavo.parallel.state import TensorParallelGroup, use_group
@@ -232,7 +233,7 @@ class Planner:
             weights = self._weights(shapes, config, quantization, dtype, device)
             expands = _expands(quantization, machine.device)
         draft = self._draft(config, dtype, machine, wanted)
-        bounds = _stage_bounds(config, weights, self.model, layout.pipeline)
+        bounds = _stage_bounds(config, weights, shapes, layout.pipeline, wanted)
         groups = _stage_groups(shapes, bounds)
         stage = _stage_weights(weights, bounds)
         held = {"weights": stage + (draft.weights.total if draft else 0), "other": machine.other}
@@ -415,13 +416,15 @@ def _expands(quantization: QuantizationConfig | None, device: torch.device) -> b
 
 
 def _stage_bounds(
-    config: EngineConfig, weights: WeightBytes, model: ModelConfig, stages: int
+    config: EngineConfig, weights: WeightBytes, shapes: CausalLM, stages: int, wanted: int
 ) -> tuple[int, ...]:
-    """How the layers are divided among a pipeline's stages (`octavo.parallel.stages.Stage.bounds`)."""
+    """How the layers are divided among a pipeline's stages (`octavo.parallel.stages.Stage.bounds`), as
+    `octavo.models.stage.stage_part` does it."""
+    layers = shapes.attention_layers()
     if config.pp_layer_partition is not None and stages > 1:
-        return read_partition(config.pp_layer_partition, model.num_layers, stages)
-    parts = weights.by_part
-    costs = [parts[str(layer)] for layer in range(model.num_layers)]
+        return read_partition(config.pp_layer_partition, len(layers), stages)
+    parts, tokens = weights.by_part, step_tokens(config.max_num_seqs, stages, wanted)
+    costs = [parts[str(number)] + tokens * token_bytes(layer) for number, layer in enumerate(layers)]
     return divide_layers(costs, parts["head"] or parts["embedding"], stages)
 
 

@@ -74,12 +74,20 @@ def test_parallel_sizes_are_planned_and_said_not_to_be_served(capsys):
     model = str(tiny.checkpoint("llama"))
     served = planned(capsys, model, "--gpu", "L4", "--pipeline-parallel-size", "2")
     assert served["parallel"]["served_by_this_version"]
-    argv = [model, "--gpu", "L4", "--tensor-parallel-size", "2", "--data-parallel-size", "3"]
+    argv = [model, "--gpu", "L4", "-tp", "2", "-dp", "3"]
     told = planned(capsys, *argv)
     assert not told["parallel"]["served_by_this_version"]
     assert told["kv"]["num_requests_on_all_replicas"] == 3 * told["kv"]["num_requests"]
     assert main(["plan", *argv]) == 0
     assert "planned by formula, not served by this version" in capsys.readouterr().out
+
+
+def test_stages_are_planned_as_they_are_divided(capsys):
+    model, sizes = str(tiny.checkpoint("llama")), []
+    for partition in ("1,2", "2,1"):
+        told = planned(capsys, model, "--gpu", "L4", "-pp", "2", "--pp-layer-partition", partition)
+        sizes.append(told["memory_bytes"]["weights"])
+    assert sizes[0] > sizes[1]  # the last stage has the head besides
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,7 @@ def test_parallel_sizes_are_planned_and_said_not_to_be_served(capsys):
         (["--request-len", "0"], "'0' is no length"),
         (["--max-model-len", "100000"], "max_model_len=100000 is beyond"),
         (["--pipeline-parallel-size", "-1"], "pipeline_parallel_size=-1 is out of range"),
+        (["-pp", "2", "--pp-layer-partition", "3,3"], "'3,3' has 6 layers and the model 3"),
     ],
 )
 def test_bad_input_is_told_in_one_line(argv, told, capsys):

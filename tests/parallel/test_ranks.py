@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from octavo import LLM, EngineDeadError, SamplingParams
 from octavo.config import EngineConfig
+from octavo.engine import rank_processes
 from octavo.errors import ConfigError
 from octavo.eval.prompt_engine import PromptEngine
 from tests import tiny
@@ -79,6 +81,12 @@ def test_what_a_rank_cannot_do_is_told_as_by_one():
 def test_what_ranks_cannot_do_is_refused_by_name(settings, words):
     with pytest.raises(ConfigError, match=words):
         make("llama", tensor_parallel_size=2, **settings)
+
+
+def test_ranks_need_linux(monkeypatch):
+    monkeypatch.setattr(rank_processes, "sys", SimpleNamespace(platform="darwin"))
+    with pytest.raises(ConfigError, match="2 ranks, each in a process of its own, need Linux: use one rank"):
+        make("llama", tensor_parallel_size=2)
 
 
 def test_a_rank_that_dies_ends_the_engine_which_names_it():

@@ -154,6 +154,9 @@ def test_pipeline_stages_share_the_layers_and_replicas_the_requests(tmp_path: Pa
     ends = 128256 * 4096 * 2  # the embedding, or the head
     first = (one.ledger.held["weights"] - 2 * ends) * 17 / 32 + ends
     assert two.ledger.held["weights"] == pytest.approx(first, rel=0.001)
+    # So many requests' keys and values are read besides that the head weighs less.
+    many = of.plan(EngineConfig(max_num_seqs=512), on("H100-SXM"), Layout(pipeline=2))
+    assert many.fit.bytes_per_token == one.fit.bytes_per_token // 2
     even = of.plan(EngineConfig(pp_layer_partition="16,16", **pipeline), on("H100-SXM"), Layout(pipeline=2))
     assert even.fit.bytes_per_token == one.fit.bytes_per_token // 2
     data = of.plan(EngineConfig(), on("H100-SXM"), Layout(data=4))
