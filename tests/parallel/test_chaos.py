@@ -48,6 +48,7 @@ def test_whatever_process_is_killed_every_request_ends(tensor, stages, seed, tmp
     how = signal.SIGKILL if victim == "server" else rng.choice((signal.SIGKILL, signal.SIGSTOP))
     for prompt in range(len(tiny.PROMPTS)):
         tiny.greedy("llama", prompt)
+    folder = str(tiny.checkpoint("llama"))
     arguments = (
         *("--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages)),
         *("--restart-engine", "--distributed-heartbeat-seconds", "3", "--engine-timeout", "3"),
@@ -55,7 +56,7 @@ def test_whatever_process_is_killed_every_request_ends(tensor, stages, seed, tmp
     )
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared = set(os.listdir("/dev/shm"))
-    with running(str(tiny.checkpoint("llama")), *arguments) as (child, _, client):
+    with running(folder, *arguments) as (child, _, client):
         server = psutil.Process(child.pid)
         engine, ranks = server.children()[0], sorted(ranks_of(child.pid), key=lambda p: p.pid)
         assert len(ranks) == size
