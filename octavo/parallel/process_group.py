@@ -164,7 +164,7 @@ def join_ranks(
     Raises:
         RuntimeError: the others did not come in time.
     """
-    size = tensor * pipeline
+    size, timeout = tensor * pipeline, timedelta(seconds=seconds)
     # Nothing leaves this machine, and nobody else may come in.
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     # Pipeline stages send by groups of their own for each direction, whose operations may follow each other.
@@ -175,14 +175,14 @@ def join_ranks(
         store=dist.FileStore(rendezvous, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
     world = dist.group.WORLD
     assert world is not None
     # Every rank makes every group, in the same order.
     stages = [
-        world if pipeline == 1 else dist.new_group([s * tensor + r for r in range(tensor)])
+        world if pipeline == 1 else dist.new_group([s * tensor + r for r in range(tensor)], timeout=timeout)
         for s in range(pipeline)
     ]
     stage = rank // tensor

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+
 import pytest
 
 from octavo import EngineDeadError
@@ -24,6 +28,46 @@ def test_stages_say_what_one_rank_says(variant, tensor, stages):
         assert 0 < stats.pipeline_stage_seconds < stats.pipeline_total_seconds
         assert 0 < stats.pipeline_bubble < 1
     assert not any(rank.is_running() for rank in ranks)
+
+
+# The second rank of a stage does not take part in a sum.
+WAITS_IN_VAIN = """
+import sys, time, torch
+from octavo.parallel.process_group import join_ranks
+
+rank = int(sys.argv[1])
+print("here", flush=True)
+sys.stdin.readline()
+group = join_ranks(rank, 2, 2, sys.argv[2], torch.device("cpu"), 5.0).tensor
+if rank == 0:
+    try:
+        group.all_reduce(torch.ones(1))
+    except RuntimeError:
+        print("given up", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_ranks_of_a_stage_wait_no_longer_than_they_may(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS_IN_VAIN, str(rank), str(tmp_path / "rendezvous")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    timer = threading.Timer(60, ranks[0].kill)
+    timer.start()
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["here\n"] * 4
+        for rank in ranks:
+            rank.stdin.write("join\n")
+        assert ranks[0].stdout.readline() == "given up\n"
+    finally:
+        timer.cancel()
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_stage_that_dies_ends_the_engine_which_names_it():
