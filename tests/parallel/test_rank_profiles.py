@@ -31,13 +31,13 @@ def test_every_rank_writes_a_trace(sizes, tmp_path):
             [status.trace, status.summary, *status.rank_traces]
         )
         own = names(status.trace)
-        for stage in ("step", "schedule", "execute"):
-            assert own[f"octavo.{stage}"] == 4
+        assert own["octavo.step"] == own["octavo.schedule"] == 4
+        launched = own["octavo.execute"]
         assert not any(name.startswith("aten::") for name in own)
         for trace in status.rank_traces:
             found = names(trace)
-            assert found["octavo.execute"] == found["octavo.step"] > 0
-            assert found["aten::embedding"] + found["aten::mm"] + found["aten::linear"] > 0, found
+            assert found["octavo.execute"] == found["octavo.step"] == launched > 0
+            assert any(name.startswith("aten::") for name in found), found
             assert any("gloo" in name or "c10d" in name for name in found), found
         page = Path(status.summary).read_text()
         for trace in (status.trace, *status.rank_traces):
