@@ -53,6 +53,15 @@ def test_quantized_checkpoints(name: str) -> None:
     same(told(FOLDER / name, 2), told(FOLDER / name, 1))
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 1) for name in ("gptq_desc_act", "w4a16_asym", "fp8_static_kv", "bnb_nf4_nested", "moe_w4a16")),
+     ("awq", 2), ("w8a8", 2), ("moe_fp8", 2)],
+)  # fmt: skip
+def test_quantized_checkpoints_in_stages(name: str, ranks: int) -> None:
+    same(told(FOLDER / name, ranks, pipeline_parallel_size=2), told(FOLDER / name, 1))
+
+
 @pytest.mark.parametrize("name", ["gptq_desc_act", "actorder_group"])
 def test_columns_in_act_order(name: str) -> None:
     """Expanded, so that no rounding of activations by other blocks is in it."""
