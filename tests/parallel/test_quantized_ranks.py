@@ -55,9 +55,11 @@ def test_quantized_checkpoints(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [*((name, 1) for name in ("gptq_desc_act", "w4a16_asym", "fp8_static_kv", "bnb_nf4_nested", "moe_w4a16")),
-     ("awq", 2), ("w8a8", 2), ("moe_fp8", 2)],
-)  # fmt: skip
+    [
+        *((name, 1) for name in ("gptq_desc_act", "w4a16_asym", "fp8_static_kv", "bnb_nf4_nested")),
+        *((name, 2) for name in ("awq", "w8a8", "mixed")),
+    ],
+)
 def test_quantized_checkpoints_in_stages(name: str, ranks: int) -> None:
     same(told(FOLDER / name, ranks, pipeline_parallel_size=2), told(FOLDER / name, 1))
 
