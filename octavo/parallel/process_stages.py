@@ -44,6 +44,10 @@ class DistributedStages(StageGroup):
     def receive_tokens(self, into: torch.Tensor) -> None:
         dist.recv(into, self._ranks[-1], group=self._tokens)
 
+    def flush(self) -> None:
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
     def minimum(self, value: int) -> int:
         number = torch.tensor([value], dtype=torch.int64)  # on the CPU, where gloo serves beside NCCL
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self._rows)

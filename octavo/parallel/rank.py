@@ -247,6 +247,7 @@ class _Server:
     def _stop_trace(self, paths: list[str]) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
+            self._worker.settle()  # a send is recorded until it is through, and must not outlive its record
             profiler.stop(paths[self._number] if paths else None)
 
     def _range(self, name: str) -> AbstractContextManager[object]:

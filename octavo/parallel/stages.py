@@ -93,6 +93,9 @@ class StageGroup:
         """Receive what the last stage has sent, into a contiguous int32 tensor of the same shape."""
         self._alone("receive_tokens")
 
+    def flush(self) -> None:
+        """Wait until what was sent has been taken, by stages that do so now."""
+
     def minimum(self, value: int) -> int:
         """The least of what all stages call this with, which they do at the same point."""
         if self.size > 1:

@@ -320,6 +320,12 @@ class Worker:
         if not hasattr(self, "runner"):
             self.runner = self._make_runner(self.facts.num_blocks, self.facts.max_model_len)
 
+    def settle(self) -> None:
+        """Let all that passes between pipeline stages arrive; every stage does, after the same steps."""
+        if hasattr(self, "runner"):  # awake
+            self._drain(self.runner)
+        self.stages.flush()
+
     def _drain(self, runner: ModelRunner | StageRunner | PoolingRunner) -> None:
         """Take in what other stages have sent, before a runner goes or its steps begin anew."""
         if not isinstance(runner, PoolingRunner) and runner.link is not None:
