@@ -79,6 +79,17 @@ def only_note(only: tuple[Any, ...]) -> str:
     return "Not in this version." if not only[0] else f"In this version only {listing(only)}."
 
 
+def token_count(text: str) -> int:
+    """At least 1 token, in the forms of `parse_amount`: the type of other options."""
+    try:
+        value = parse_amount(text, "tokens")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(value, int) or value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1 token")
+    return value
+
+
 def config_from_args(args: argparse.Namespace, cls: type, **defaults: Any) -> Any:
     """The settings that a parsed command line holds; `defaults` fill what it leaves out.
 

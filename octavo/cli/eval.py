@@ -21,7 +21,7 @@ SAME_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from octavo.config import EngineConfig
-    from octavo.config_options import add_config_arguments
+    from octavo.config_options import add_config_arguments, token_count
 
     parser.add_argument(
         "--text",
@@ -44,18 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--window",
-        type=_tokens,
+        type=token_count,
         default=512,
         metavar="N",
         help="Tokens of a window, each computed by itself. Default: 512.",
     )
     parser.add_argument(
         "--stride",
-        type=_tokens,
+        type=token_count,
         metavar="N",
         help="Tokens that each window scores; the rest of it is context. Default: as many as can be.",
     )
-    parser.add_argument("--max-tokens", type=_tokens, metavar="N", help="Most tokens to score. Default: all.")
+    parser.add_argument(
+        "--max-tokens", type=token_count, metavar="N", help="Most tokens to score. Default: all."
+    )
     parser.add_argument(
         "--max-ppl-rise",
         type=_share,
@@ -160,16 +162,4 @@ def _nats(text: str) -> float:
         value = -1.0
     if not 0.0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of nats: write for example 0.01")
-    return value
-
-
-def _tokens(text: str) -> int:
-    from octavo.setting_values import parse_amount
-
-    try:
-        value = parse_amount(text, "tokens")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not isinstance(value, int) or value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1 token")
     return value

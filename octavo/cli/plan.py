@@ -9,10 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
-from octavo.config_options import add_config_arguments, config_from_args
-from octavo.errors import ConfigError
+from octavo.config_options import add_config_arguments, config_from_args, token_count
 from octavo.server.config import ServerConfig
-from octavo.setting_values import parse_amount
 from octavo.speculative_config import WHOLE_MODELS
 from octavo.vllm_names import SHORT
 
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-len",
         metavar="TOKENS",
-        type=_tokens,
+        type=token_count,
         help="Length of the requests that are counted, prompt and output together. Default: max_model_len.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object (memory in bytes).")
@@ -49,16 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_config_arguments(parser, EngineConfig, "engine", skip=("data_parallel_size",))
     add_config_arguments(parser, ServerConfig, "server (taken as `octavo serve` takes them, and not used)")
-
-
-def _tokens(text: str) -> int:
-    try:
-        amount = parse_amount(text, "tokens")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not isinstance(amount, int) or amount < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no length: give at least 1 token")
-    return amount
 
 
 def run(args: argparse.Namespace) -> int:

@@ -102,7 +102,7 @@ def test_stages_are_planned_as_they_are_divided(capsys):
     [
         (["--gpu", "A1000"], "gpu='A1000' is not known: choose T4"),
         (["--gpu", "T4", "--device", "cpu"], "contradicts device='cpu'"),
-        (["--request-len", "0"], "'0' is no length"),
+        (["--request-len", "0"], "'0' is not a number of at least 1 token"),
         (["--max-model-len", "100000"], "max_model_len=100000 is beyond"),
         (["--pipeline-parallel-size", "-1"], "pipeline_parallel_size=-1 is out of range"),
         (["-pp", "2", "--pp-layer-partition", "3,3"], "'3,3' has 6 layers and the model 3"),
