@@ -25,7 +25,7 @@ from octavo.models.transformers_config import ENCODER
 from octavo.parallel.stages import divide_layers, read_partition
 from octavo.parallel.state import TensorParallelGroup, use_group
 from octavo.planning import budget
-from octavo.planning.activations import expanded_bytes, recorded_bytes, step_bytes
+from octavo.planning.activations import StepSize
 from octavo.planning.cards import Card
 from octavo.planning.ledger import KVFit, Ledger, gib, kv_fit
 from octavo.planning.weights import Stored, WeightBytes, stored_tensors, weight_bytes
@@ -38,6 +38,7 @@ from octavo.worker.device import DTYPES, choose_dtype, choose_kv_dtype, choose_q
 from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
 from octavo.worker.recorded_steps import MOST_ROWS
+from octavo.worker.sizes import wanted_length
 
 # What a CUDA context and PyTorch's libraries take of a card before anything is loaded.
 _CONTEXT = 600 * budget.MIB
@@ -136,6 +137,7 @@ class Plan:
         dtype, quantization, kv_cache_dtype: as the loader will choose them.
         max_model_len: the context that is asked for.
         max_num_batched_tokens: rows of the largest step.
+        step: what steps' tensors depend on beside their rows.
         step_seconds: least time of a decode step, in which all weights are read once at the card's
             bandwidth; None where that is not known.
         lacking: bytes that are lacking before there is any KV cache.
@@ -153,6 +155,7 @@ class Plan:
     kv_cache_dtype: str
     max_model_len: int
     max_num_batched_tokens: int
+    step: StepSize
     step_seconds: float | None = None
     lacking: int = 0
     problem: str | None = None
@@ -226,6 +229,8 @@ class Planner:
                 f"quantization={quantization.format!r} runs on a CPU, not on {machine.name}: leave it out"
             )
         wanted = self._length(config)
+        if request_len is not None and request_len > wanted:
+            raise ConfigError(f"request_len={request_len} is beyond max_model_len={wanted}: lower it")
         rows = config.max_num_batched_tokens or (8192 if machine.kind == "cuda" else 2048)
         kv_dtype = choose_kv_dtype(config, self.model, quantization)
         shapes = self._build(config, dtype, wanted, layout.tensor, kv_dtype)
@@ -240,14 +245,21 @@ class Planner:
         tables = budget.table_bytes(groups, config.max_num_seqs, wanted, rows)
         if draft is not None:
             tables += budget.draft_table_bytes(draft.groups, config.max_num_seqs, wanted, rows)
-        requests = min(config.max_num_seqs, rows)
-        itemsize = DTYPES[dtype].itemsize
-        whole_experts = config.enable_expert_parallel
-        step = step_bytes(self.model, rows, requests, itemsize, layout.tensor, whole_experts)
+        size = StepSize(
+            self.model,
+            DTYPES[dtype].itemsize,
+            layout.tensor,
+            config.enable_expert_parallel,
+            weights.products,
+            machine.kind == "cpu",
+        )
+        step = size.step_bytes(rows, min(config.max_num_seqs, rows))
         if expands:
-            step += expanded_bytes(self.model, itemsize, layout.tensor)
-        free = machine.total - machine.other - held["weights"]
-        kv, reserved = _kv_bytes(config, machine, free, tables + step, page_bytes(groups))
+            step += size.expanded_bytes()
+        sharing = layout.num_devices if machine.kind == "cpu" else 1  # ranks that share the memory
+        held["other"] += (sharing - 1) * held["weights"]
+        free = machine.total - held["other"] - held["weights"]
+        kv, reserved = _kv_bytes(config, machine, free, tables + step, page_bytes(groups), sharing)
         most = budget.most_blocks(config, groups, [] if draft is None else draft.groups, wanted)
         blocks = budget.affordable_blocks(groups, kv, most)
         limit = self.model.context_length
@@ -258,11 +270,15 @@ class Planner:
             "kv_cache": blocks * page_bytes(groups),
         }
         if not config.enforce_eager:
-            held["graphs"] = self._recorded_bytes(machine, config, itemsize, layout.tensor)
+            held["graphs"] = self._recorded_bytes(config, size, None if draft is None else draft.weights)
         held["free"] = machine.total - sum(held.values())
         if config.swap_space:
             held["host_cache"] = int(config.swap_space * budget.GIB)
         problem = _problem(config, held["weights"], free, kv, groups, fit, wanted)
+        left = free - sharing * held["kv_cache"]
+        if problem is None and machine.kind == "cpu" and sharing * held.get("host_cache", 0) > left:
+            each = f" on each of {sharing} ranks" if sharing > 1 else ""
+            problem = f"swap_space={config.swap_space:g} GiB{each} is more than the {gib(left)} that are left"
         if draft is not None:
             draft = _with_room(draft, groups, blocks, fit.request_len)
             if problem is None and not draft.request_bytes:
@@ -282,6 +298,7 @@ class Planner:
             kv_cache_dtype=groups[0].format.dtype,
             max_model_len=wanted,
             max_num_batched_tokens=rows,
+            step=size,
             step_seconds=stage / bandwidth if bandwidth else None,
             lacking=max(0, -kv),
             problem=problem,
@@ -320,14 +337,7 @@ class Planner:
 
     def _length(self, config: EngineConfig) -> int:
         """The context to build for, as the worker chooses it."""
-        most, asked = self.model.context_length, config.max_model_len
-        if not isinstance(asked, int):
-            return most
-        if asked > most:
-            raise ConfigError(
-                f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it"
-            )
-        return asked
+        return wanted_length(config, self.model, pooling_settings(config, self.source, self.model))
 
     def _build(self, config: EngineConfig, dtype: str, length: int, ranks: int, kv_dtype: str) -> CausalLM:
         """The model's shapes on one rank; unquantized, since weights are counted by their methods."""
@@ -364,36 +374,40 @@ class Planner:
             shapes, self._stored[config.load_format], quantization, DTYPES[dtype], device, given
         )
 
-    def _recorded_bytes(self, machine: Machine, config: EngineConfig, itemsize: int, ranks: int) -> int:
+    def _recorded_bytes(self, config: EngineConfig, size: StepSize, draft: WeightBytes | None) -> int:
         """Of recorded decode steps: CUDA graphs, or on a CPU of one rank what is run again."""
-        if machine.kind == "cuda":
-            return self._graph_bytes(config, itemsize, ranks)
-        if ranks > 1:
+        if not size.on_cpu:
+            return self._graph_bytes(config, size)
+        if size.ranks > 1:
             return 0
         rows = MOST_ROWS if config.speculative is not None else min(config.max_num_seqs, MOST_ROWS)
-        nbytes = recorded_bytes(self.model, rows, itemsize)
-        if self._draft_planner is not None and config.speculative is not None and config.speculative.model:
-            nbytes += recorded_bytes(self._draft_planner.model, rows, itemsize)
+        nbytes = size.recorded_bytes(rows)
+        if draft is not None and self._draft_planner is not None:
+            of_draft = replace(size, model=self._draft_planner.model, products=draft.products)
+            nbytes += of_draft.recorded_bytes(rows)
         return nbytes
 
-    def _graph_bytes(self, config: EngineConfig, itemsize: int, ranks: int) -> int:
+    def _graph_bytes(self, config: EngineConfig, size: StepSize) -> int:
         sizes = graph_sizes(config.max_num_seqs)
-        logits = sum(sizes) * self.model.vocab_size * itemsize
-        step = step_bytes(self.model, sizes[-1], 0, itemsize, ranks, config.enable_expert_parallel)
-        return logits + step + len(sizes) * _GRAPH
+        logits = sum(sizes) * self.model.vocab_size * size.itemsize
+        return logits + size.step_bytes(sizes[-1], 0) + len(sizes) * _GRAPH
 
 
 def _kv_bytes(
-    config: EngineConfig, machine: Machine, free: int, step: int, block_bytes: int
+    config: EngineConfig, machine: Machine, free: int, step: int, block_bytes: int, sharing: int
 ) -> tuple[int, int]:
-    """Bytes of the KV cache (negative if nothing is left), and those that are kept for a step."""
+    """Bytes of the KV cache (negative if nothing is left), and those that are kept for a step.
+
+    Args:
+        sharing: ranks that share a CPU's memory.
+    """
     reserved = budget.with_slack(step) if machine.kind == "cuda" else 0
     stated = budget.stated_kv_bytes(config, block_bytes)
     if stated is not None:
         left, asked = free - reserved, stated[1]
-        return (asked if asked <= left else left - asked), reserved
+        return (asked if asked * sharing <= left else left - asked * sharing), reserved
     if machine.kind == "cpu":
-        return budget.cpu_kv_bytes(free, config.cpu_memory_utilization), reserved
+        return budget.cpu_kv_bytes(free, config.cpu_memory_utilization / sharing), reserved
     left = budget.gpu_kv_bytes(machine.total, free, config.gpu_memory_utilization, reserved)
     return left, reserved
 

@@ -23,7 +23,13 @@ from octavo.models.locate import ModelSource
 from octavo.quantization.embedding_method import embedding_method
 from octavo.quantization.experts_method import experts_method
 from octavo.quantization.gguf_blocks import ENCODINGS
-from octavo.quantization.linear_method import LinearMethod, StoredRows, cpu_lacks, linear_method
+from octavo.quantization.linear_method import (
+    LinearMethod,
+    ProductMemory,
+    StoredRows,
+    cpu_lacks,
+    linear_method,
+)
 from octavo.quantization.scheme import QuantizationConfig, WeightScheme
 
 Stored = dict[str, tuple[tuple[int, ...], str]]
@@ -41,16 +47,30 @@ class WeightBytes:
             or "int8".
         by_part: by where they are: "embedding", "head", "other", and each decoder layer by its number.
         num_parameters: numbers that a checkpoint stores for this rank.
+        products: what steps take for products with the layers' matrices: the most of any.
+        gates: `gate_copies` of each product of a gate.
     """
 
     by_type: Counter[str] = field(default_factory=Counter)
     by_part: Counter[str] = field(default_factory=Counter)
     num_parameters: int = 0
+    products: ProductMemory = ProductMemory()
+    gates: list[int] = field(default_factory=list)
 
     @property
     def total(self) -> int:
         """All of them."""
         return sum(self.by_type.values())
+
+    def add_product(self, memory: ProductMemory, of_gate: bool) -> None:
+        """Count what products with a matrix take."""
+        if of_gate:
+            self.gates.append(memory.gate_copies)
+        self.products = ProductMemory(
+            gate_copies=max(self.gates, default=ProductMemory.gate_copies),
+            codes=max(self.products.codes, memory.codes),
+            joined_rows=min(self.products.joined_rows, memory.joined_rows),
+        )
 
     def add(self, name: str, kind: str, nbytes: int) -> None:
         """Count the weights of the module `name`."""
@@ -149,7 +169,8 @@ def _add_matrix(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    apart = getattr(source, "parts", {}) if quantization is not None and quantization.rules else {}
+    source_parts = getattr(source, "parts", {})
+    apart = source_parts if quantization is not None and quantization.rules else {}
     method = linear_method(quantization, name, [sibling(name, part) for part in apart if part])
     if isinstance(layer, (VocabEmbedding, LMHead)):
         method = embedding_method(method)
@@ -163,6 +184,8 @@ def _add_matrix(
     tied = source is not layer
     kept = method.kept_columns(columns, getattr(source, "in_features", columns), device)
     nbytes = (method.tied_bytes if tied else method.kept_bytes)(parts, kept, dtype, device)
+    if not isinstance(layer, (VocabEmbedding, LMHead)):
+        out.add_product(method.product_memory(parts, kept, dtype, device), "gate_proj" in source_parts)
     if quantization is not None and quantization.format == "int8":
         kind = "int8"
     elif quantization is not None and (scheme := _scheme(quantization, name, apart)) is not None:

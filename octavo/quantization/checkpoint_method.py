@@ -15,7 +15,14 @@ from torch import nn
 from octavo.kernels.reference_lowbit import FP8
 from octavo.quantization import capability
 from octavo.quantization.capability import Hardware, Running
-from octavo.quantization.checkpoint_runners import DenseRunner, MatricesRunner, PackedRunner, Runner, packable
+from octavo.quantization.checkpoint_runners import (
+    DenseRunner,
+    MatricesRunner,
+    PackedRunner,
+    Runner,
+    packable,
+    packed_format,
+)
 from octavo.quantization.layout import LEAST_GROUP, DenseLayout, Layout
 from octavo.quantization.layout_bitsandbytes import Bits4Layout, Int8Layout
 from octavo.quantization.layout_compressed_tensors import CompressedLayout, Fp8Layout, PackedLayout
@@ -26,11 +33,13 @@ from octavo.quantization.linear_method import (
     GatedActivation,
     LinearMethod,
     MatrixPart,
+    ProductMemory,
     StoredRows,
     UnquantizedLinearMethod,
 )
 from octavo.quantization.local_hardware import hardware_of
 from octavo.quantization.matrices import Matrix, Matrix8, blank_matrix, join
+from octavo.quantization.quantized_method import packed_product_memory
 from octavo.quantization.rounding import fitted
 from octavo.quantization.scheme import QuantizationConfig, Rule, WeightScheme
 from octavo.quantization.shard import Region, Shard
@@ -296,6 +305,18 @@ class CheckpointMethod(LinearMethod):
             rules = [rules[0]] * len(parts)
         rows = [(n, rule) for (n, _), rule in zip(parts, rules, strict=True)]
         return self._bytes(rows, columns, dtype, device)
+
+    def product_memory(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> ProductMemory:
+        hardware, rule = hardware_of(device), self._part_rules()[0]
+        scheme = None if rule is None or rule.scheme is None else scheme_at(self.config, rule.scheme, columns)
+        mode = "dequantized" if scheme is None else mode_of(self.config, scheme, hardware).mode
+        if scheme is None or mode == "dequantized":
+            return dense_method(self.config.dense).product_memory(parts, columns, dtype, device)
+        if hardware.kind != "cpu":  # there rows of 8 bits are made by the norm or the activation before
+            return ProductMemory(gate_copies=2, codes=1) if mode == "W8A8" else ProductMemory()
+        return packed_product_memory([(sum(rows for rows, _ in parts), packed_format(scheme))], dtype)
 
     def kept_columns(self, columns: int, whole: int, device: torch.device) -> int:
         scheme = next((rule.scheme for rule in self._part_rules() if rule is not None), None)

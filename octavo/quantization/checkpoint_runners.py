@@ -196,7 +196,7 @@ class PackedRunner(Runner):
     @staticmethod
     def bytes_of(scheme: WeightScheme, rows: int, columns: int) -> int:
         """Bytes of so many rows of a scheme."""
-        return quant_ops.matrix_bytes([(rows, _format(scheme.bits, scheme.symmetric))], columns)
+        return quant_ops.matrix_bytes([(rows, packed_format(scheme))], columns)
 
     def register(self, layer: nn.Module) -> None:
         for i, data in enumerate(self.matrix.tensors):
@@ -220,10 +220,11 @@ class PackedRunner(Runner):
         return x if self.perm is None else x.index_select(1, self.perm)
 
 
-def _format(bits: int, symmetric: bool) -> QuantFormat:
-    if bits == 8:
+def packed_format(scheme: WeightScheme) -> QuantFormat:
+    """The format in which the CPU's kernels have a scheme's matrices."""
+    if scheme.bits == 8:
         return INT8
-    return INT4 if symmetric else INT4_ASYMMETRIC
+    return INT4 if scheme.symmetric else INT4_ASYMMETRIC
 
 
 def packable(matrices: Sequence[Matrix]) -> tuple[list[QuantizedMatrix], torch.Tensor | None] | None:

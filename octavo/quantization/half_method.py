@@ -15,7 +15,7 @@ from torch import nn
 from octavo.kernels.cpu import half
 from octavo.kernels.cpu.products import GATES
 from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
-from octavo.quantization.linear_method import GatedActivation, Shard, StoredRows
+from octavo.quantization.linear_method import GatedActivation, ProductMemory, Shard, StoredRows
 
 _STEP = 1 << 20  # numbers that are copied at a time: 2 MiB
 
@@ -41,6 +41,15 @@ class HalfMethod(UnquantizedEmbeddingMethod):
         self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
     ) -> int:
         return 0 if _all_half(parts, dtype) else super().tied_bytes(parts, columns, dtype, device)
+
+    def product_memory(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> ProductMemory:
+        if not _all_half(parts, dtype):
+            return super().product_memory(parts, columns, dtype, device)
+        rows = sum(rows for rows, _ in parts)
+        gates = dtype is not torch.float16 and rows % (2 * half.panel()) == 0
+        return ProductMemory(gate_copies=1) if gates else ProductMemory()
 
     def create_weights(
         self, layer: nn.Module, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device

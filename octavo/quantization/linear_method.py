@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.quantization import gpu_linear
 from octavo.quantization.gpu_linear import GatedActivation as GatedActivation
-from octavo.quantization.packed_linear import pack, packed_linear
+from octavo.quantization.packed_linear import SIZES, pack, packed_linear
 from octavo.quantization.scheme import QuantizationConfig
 from octavo.quantization.shard import Region
 from octavo.quantization.shard import Shard as Shard
@@ -52,6 +53,22 @@ class MatrixPart:
     tensors: dict[str, StoredTensor]
     load_shard: Callable[[nn.Module, str, torch.Tensor, Shard], None]
     region: Callable[[str, Shard], Region | None]
+
+
+@dataclass(frozen=True)
+class ProductMemory:
+    """What a product takes in a step beside the rows that it is of and its result.
+
+    Attributes:
+        gate_copies: of a gated activation's rows, as many as its result has numbers: 1 where that is all that
+            a product makes, 2 where the next one encodes it on the way, 3 for gate, up and result.
+        codes: bytes for each number of the rows, which are encoded on the way.
+        joined_rows: rows up to which the result is made in one piece; of more it is there twice.
+    """
+
+    gate_copies: int = 3
+    codes: int = 0
+    joined_rows: int = sys.maxsize
 
 
 class LinearMethod(ABC):
@@ -140,6 +157,12 @@ class LinearMethod(ABC):
     ) -> int:
         """Bytes that a head takes beside the embedding whose matrix it shares; arguments as `kept_bytes`."""
         return 0
+
+    def product_memory(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> ProductMemory:
+        """What products with a matrix take in a step; arguments as `kept_bytes`."""
+        return ProductMemory()
 
     @abstractmethod
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -271,6 +294,11 @@ class UnquantizedLinearMethod(LinearMethod):
     ) -> int:
         # The embedding looks rows up in the plain matrix, and the head multiplies with the packed one.
         return self.kept_bytes(parts, columns, dtype, device) if packs(dtype, columns, device) else 0
+
+    def product_memory(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> ProductMemory:
+        return ProductMemory(joined_rows=SIZES[-1]) if packs(dtype, columns, device) else ProductMemory()
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         packed: torch.Tensor | None = layer.packed  # type: ignore[assignment]

@@ -21,12 +21,26 @@ from octavo.kernels.cpu.products import GATES
 from octavo.kernels.reference_quant import BLOCK, INT8, QuantFormat, QuantizedMatrix, quantize_int8
 from octavo.quantization.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from octavo.quantization.gguf_blocks import ENCODINGS
-from octavo.quantization.linear_method import GatedActivation, MatrixPart, Shard, StoredRows
+from octavo.quantization.linear_method import (
+    GatedActivation,
+    MatrixPart,
+    ProductMemory,
+    Shard,
+    StoredRows,
+)
 from octavo.quantization.quantized_tensor import QuantizedTensor, joined
 
 _STEP = 1 << 20  # weights that are quantized at a time: 4 MiB as float32
 
 _PLAIN = UnquantizedEmbeddingMethod()
+
+
+def packed_product_memory(parts: Sequence[tuple[int, QuantFormat]], dtype: torch.dtype) -> ProductMemory:
+    """What products with `quant_ops.make_matrix` of parts of so many rows take, activations being `dtype`."""
+    if not quant_ops.has_kernels():
+        return ProductMemory()
+    gates = dtype is not torch.float16 and len(parts) == 1 and parts[0][0] % (2 * quant.lanes()) == 0
+    return ProductMemory(gate_copies=1 if gates else 3, codes=quant.CODE_BYTES)
 
 
 class Store:
@@ -132,6 +146,14 @@ class QuantizedMethod(EmbeddingMethod):
         self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
     ) -> int:
         return _PLAIN.tied_bytes(parts, columns, dtype, device) if self._formats(parts) is None else 0
+
+    def product_memory(
+        self, parts: Sequence[StoredRows], columns: int, dtype: torch.dtype, device: torch.device
+    ) -> ProductMemory:
+        formats = self._formats(parts)
+        if formats is None:
+            return _PLAIN.product_memory(parts, columns, dtype, device)
+        return packed_product_memory(formats, dtype)
 
     def _formats(self, parts: Sequence[StoredRows]) -> list[tuple[int, QuantFormat]] | None:
         """Rows and format of each part, neighbours of one format joined; None if all become plain."""

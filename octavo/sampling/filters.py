@@ -14,6 +14,7 @@ import torch
 from octavo.kernels.reference_sampling import gumbel_noise
 
 _CANDIDATES = 1024  # looked at first; rows whose nucleus is larger are sorted whole
+HOST_ELEMENTS = 1 << 18  # scaled logits that a host draws from at once; temporaries are many times that
 _LOWEST = np.finfo(np.float32).min  # as a threshold it drops nothing but -inf
 _MAX_DEVICE_TOP_K = 1024
 
@@ -93,6 +94,22 @@ def draw_on_host(
     Returns:
         int64 `[rows]`; 0 for a row in which everything is forbidden.
     """
+    step = max(1, HOST_ELEMENTS // x.shape[1])
+    cuts = (slice(lo, lo + step) for lo in range(0, len(x), step))
+    return torch.cat(
+        [_draw_few(x[cut], top_k[cut], top_p[cut], min_p[cut], k0[cut], k1[cut]) for cut in cuts]
+    )
+
+
+def _draw_few(
+    x: torch.Tensor,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    k0: torch.Tensor,
+    k1: torch.Tensor,
+) -> torch.Tensor:
+    """`draw_on_host` of rows all at once."""
     values = x.numpy()
     vocab = values.shape[1]
     keep = values >= host_thresholds(values, top_k, top_p, min_p)[:, None]

@@ -119,11 +119,18 @@ def prompt_logprobs(
     return token_logprobs(logits_at, targets_at, span, np.asarray(counts), len(targets), vocab_size)
 
 
+def _count(flags: torch.Tensor) -> torch.Tensor:
+    """How many of each row's flags are set, int64 `[rows, 1]`."""
+    if flags.device.type == "cpu":  # PyTorch would add up a copy in 64 bits
+        return torch.from_numpy(np.asarray(np.count_nonzero(flags.numpy(), axis=-1, keepdims=True), np.int64))
+    return flags.sum(-1, keepdim=True)
+
+
 def _pack(logits: torch.Tensor, target: torch.Tensor, width: int) -> torch.Tensor:
     """int32 `[rows, 2 * width + 3]`: target, top tokens, values (float32 bits), rank."""
     normaliser = ops.logsumexp(logits)
     chosen = logits.gather(1, target)
-    rank = 1 + (logits > chosen).sum(-1, keepdim=True)
+    rank = 1 + _count(logits > chosen)
     values, ids = _largest(logits, width)
     values = torch.cat((chosen, values), 1) - normaliser
     return torch.cat((target.int(), ids.int(), values.view(torch.int32), rank.int()), 1)

@@ -242,9 +242,33 @@ def test_advice_for_more_requests_gives_more(llama2: Planner):
     assert all(a.plan.num_requests > plan.num_requests for a in found)
 
 
+def test_ranks_on_a_cpu_share_its_memory(llama2: Planner):
+    machine = Machine("cpu", "cpu", 64 * GIB, 4 * GIB)
+    config = EngineConfig(cpu_memory_utilization=0.5, max_num_seqs=4096)
+    one = llama2.plan(config, machine)
+    for layout in (Layout(tensor=2), Layout(pipeline=2)):
+        two = llama2.plan(config, machine, layout)
+        weights = two.ledger.held["weights"]
+        assert weights == pytest.approx(one.ledger.held["weights"] / 2, rel=0.02)
+        left = 60 * GIB - 2 * weights  # of which each rank takes its part of the share
+        assert 0 <= left // 4 - two.ledger.held["kv_cache"] < two.fit.block_bytes
+        assert two.fit.num_tokens == pytest.approx(one.fit.num_tokens, rel=0.02)
+        assert two.ledger.accounted == 64 * GIB
+
+
+def test_more_swap_than_a_cpu_has_memory_for_does_not_fit(llama2: Planner):
+    machine = Machine("cpu", "cpu", 64 * GIB, 4 * GIB)
+    for swap, layout, fits in ((10, Layout(), True), (40, Layout(), False), (20, Layout(tensor=2), False)):
+        config = EngineConfig(swap_space=swap, kv_cache_memory_bytes=8 * GIB)
+        problem = llama2.plan(config, machine, layout).problem
+        assert problem is None if fits else problem is not None and f"swap_space={swap} GiB" in problem
+
+
 def test_what_a_plan_refuses(llama2: Planner):
     with pytest.raises(ConfigError, match="max_model_len=5000 is beyond"):
         llama2.plan(EngineConfig(max_model_len=5000), on("L4"))
+    with pytest.raises(ConfigError, match="request_len=5000 is beyond max_model_len=4096"):
+        llama2.plan(EngineConfig(), on("L4"), request_len=5000)
     with pytest.raises(ConfigError, match="quantization='gguf' keeps the encodings of a GGUF file"):
         llama2.plan(EngineConfig(quantization="gguf"), on("L4"))
 
@@ -258,6 +282,15 @@ def test_quantizing_while_loading_halves_and_quarters_the_layers(llama2: Planner
     for name in ("int8", "fp8", "fp8_per_block", "int8_weight_only"):
         assert layers(name) == pytest.approx(plain / 2, rel=0.01), name
     assert layers("int4_weight_only") == pytest.approx(plain * (4 + 16 / 128) / 16, rel=0.01)
+
+
+def test_layers_in_8_bits_keep_rows_in_8_bits_beside_the_gates(llama2: Planner):
+    """Gate and up in 16 bits and what comes of them in 8, where other layers have that in 16, too."""
+    rows, hidden, inner = 8192, 4096, 11008
+    plain, int8 = (llama2.plan(EngineConfig(quantization=q), on("H100-SXM")).step for q in (None, "int8"))
+    assert plain.layers_bytes(rows) == rows * 2 * (4 * hidden + 3 * inner)
+    assert plain.step_bytes(rows, 0) == plain.layers_bytes(rows)
+    assert int8.step_bytes(rows, 0) == rows * (2 * (4 * hidden + 2 * inner) + inner)
 
 
 def test_bfloat16_models_are_float16_on_cards_without_it(tmp_path: Path):

@@ -12,6 +12,8 @@ from octavo.kernels.cpu.ops import available, dtype_code, library
 from octavo.kernels.cpu.products import KernelMatrix
 from octavo.kernels.reference_quant import BLOCK, QuantFormat, QuantizedMatrix
 
+CODE_BYTES = 2
+"""Of each number of the rows that are multiplied, while they are (`XBlock` in quant_rows.h)."""
 _arena = Arena()
 
 
