@@ -122,6 +122,7 @@ class CoreStats(msgspec.Struct):
         host_blocks_out, host_blocks_in: the same in blocks.
         host_evictions: blocks that gave up their slot to another.
         host_loads_failed: requests whose copies failed, so that they were computed.
+        disk_cache_queries: tokens looked up on disk, which are those that neither device nor host had.
         disk_cache_hits: tokens that were read from disk into the host tier for a request.
         disk_blocks_out, disk_blocks_in, disk_failures: blocks written, read, and neither for an error.
         resumed_by_copy, resumed_by_compute: preempted requests by how they came back: with blocks copied
@@ -160,6 +161,7 @@ class CoreStats(msgspec.Struct):
     host_blocks_in: int = 0
     host_evictions: int = 0
     host_loads_failed: int = 0
+    disk_cache_queries: int = 0
     disk_cache_hits: int = 0
     disk_blocks_out: int = 0
     disk_blocks_in: int = 0

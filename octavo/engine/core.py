@@ -25,7 +25,7 @@ from octavo.kv.groups import page_bytes
 from octavo.kv.keys import BlockHasher
 from octavo.kv.manager import KVManager
 from octavo.kv.map import describe_kv
-from octavo.kv.offloading import TierRates
+from octavo.kv.offloading import Offloading, TierRates
 from octavo.messages import CoreOutput, CoreRequest, CoreStats, DescribeKV, KVMap, RequestMetrics
 from octavo.speculative.registry import make_host_proposer
 from octavo.speculative.synthetic import show_rates
@@ -34,6 +34,7 @@ from octavo.step_messages import ModelFacts, StepResult, TokenMasks
 logger = logging.getLogger(__name__)
 
 _DISK_WAIT = 0.05  # seconds to sleep at most where nothing can be computed before a block has been read
+_KEEP_SECONDS = 5.0  # that an engine takes at its end to bring cached blocks to disk
 _MASK_WAIT = 0.001  # the same where all requests wait for masks
 
 
@@ -324,10 +325,25 @@ class EngineCore:
         return told
 
     def close(self) -> None:
-        """Free the workers."""
+        """Free the workers. What is cached goes to the disk tier before, if there is one."""
         self.grammars.close()
+        if self.kv.offloading is not None and self.kv.offloading.has_store:
+            try:
+                self._keep_cached(self.kv.offloading)
+            except Exception as error:
+                logger.warning("cached KV blocks have not all been kept on disk: %s", error)
         self._in_flight.clear()
         self.executor.close()
+
+    def _keep_cached(self, offloading: Offloading) -> None:
+        """End all requests and bring what is cached to disk, or as much as there is time for."""
+        end = time.monotonic() + _KEEP_SECONDS
+        self.scheduler.abort([request.core.request_id for request, _, _ in self.scheduler.live_requests()])
+        while (self._in_flight or self.scheduler.has_requests) and time.monotonic() < end:
+            self.step()
+        offloading.keep()
+        while offloading.keeps and time.monotonic() < end:
+            self.step()
 
     def _fail(self, step: ScheduledStep, error: Exception) -> list[CoreOutput]:
         logger.error("step %d failed: %s", step.plan.step_id, error, exc_info=error)

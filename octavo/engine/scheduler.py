@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from octavo.engine.draft_choice import choose_drafting
+from octavo.engine.followers import Followers
 from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.limits import SchedulerLimits
 from octavo.engine.loading import LoadingRequests
@@ -49,7 +50,7 @@ from octavo.step_messages import Admission, StepPlan, StepResult
 class Scheduler:
     """Owns the waiting queue, the slots and their state; decides steps and digests their results.
 
-    Invariants (see `check`): a request is waiting, or loading, or in exactly one slot, or done; a slot's rows
+    Invariants (see `check`): a request is waiting, following, loading, in one slot, or done; a slot's rows
     scheduled never exceed its known tokens; tables hold every scheduled token; a token that was
     reported never changes.
     """
@@ -74,14 +75,15 @@ class Scheduler:
         self._draft_blocks = draft_blocks
         self.drafting = choose_drafting(limits, self._slots, proposer, draft_blocks, draft_max_model_len)
         self._loading = LoadingRequests()
+        self._followers = Followers(self._slots, kv.block_size)
         self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()
         self._trials = Trials(self._slots, self._waiting, self._loading, self._put_back)
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._turns = 0
-        # The first waiting request that found no room, requests that had left and blocks that were free then.
-        self._refused = ((0, -1), 0, 0)
+        # The first waiting request that found no room, and `_room` then.
+        self._refused = ((0, -1), 0, 0, 0)
         self._paused = False  # a request waits for blocks that copies under way hold
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
         self._maker = StepMaker(
@@ -134,7 +136,7 @@ class Scheduler:
         """Gauges now, counters since start (a copy)."""
         pool, offloading = self.kv.pool, self.kv.offloading
         self.stats.num_running = len(self._slots.running)
-        self.stats.num_waiting = self._waiting.num_all + self._loading.num_live
+        self.stats.num_waiting = self._waiting.num_all + len(self._followers) + self._loading.num_live
         self.stats.draft_blocks = 0 if self._draft_blocks is None else self._draft_blocks.num_held
         self.stats.kv_blocks_used = self._num_used() + self.stats.draft_blocks
         self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
@@ -165,6 +167,8 @@ class Scheduler:
         if self.kv.offloading is not None:
             self._settle()
         self._trials.advance()
+        for request in self._followers.ready() if len(self._followers) else ():
+            self._waiting.push(request)
         run = self._slots.running
         tokens = self._slots.num_tokens[run]
         need = tokens - self._slots.num_computed[run]
@@ -289,12 +293,15 @@ class Scheduler:
             alone = not (len(self._slots.running) or self._loading.num_live)
             if request.wants_prompt_logprobs:
                 prefix = self.kv.no_prefix()
-            elif self.kv.fetch(request.seq, request.token_ids):
+            elif self.kv.fetch(request.seq, request.token_ids, self.stats):
                 self._begin_loading(request, 0, 0)
                 continue
             else:
                 prefix = self.kv.find_prefix(request.seq, request.token_ids, busy=not alone)
             cached = prefix.num_blocks * size
+            if self.kv.shares and not request.wants_prompt_logprobs and self._followers.take(request, cached):
+                self._waiting.pop()
+                continue
             count = min(known - cached, budget, most)
             spare = 0 if alone else self._watermark
             free = self.kv.num_free_after(prefix) - spare
@@ -304,7 +311,7 @@ class Scheduler:
             while count and self.kv.missing_at_most(prefix, known, count) > free:
                 count //= 2  # windows need less room in smaller steps
             if not count or not (alone or self._foresees_room(request, prefix, count)):
-                self._refused = (request.order, self._slots.num_left, self.kv.pool.num_free)
+                self._refused = (request.order, *self._room())
                 break
             self._outlook.add(request)
             self.kv.adopt(request.seq, prefix)
@@ -357,10 +364,13 @@ class Scheduler:
 
     def _still_refused(self, request: Request) -> bool:
         """Whether a request found no room before, and nothing has made any since."""
-        order, num_left, num_free = self._refused
-        return (
-            request.order == order and self._slots.num_left == num_left and self.kv.pool.num_free <= num_free
-        )
+        order, *before, num_free = self._refused
+        *now, free = self._room()
+        return request.order == order and now == before and free <= num_free
+
+    def _room(self) -> tuple[int, int, int]:
+        """What tells when room is made: requests that have left slots, and that are loading; free blocks."""
+        return self._slots.num_left, self._loading.num_live, self.kv.pool.num_free
 
     def _foresees_room(self, request: Request, prefix: Prefix, count: int) -> bool:
         """Whether the blocks of all running requests and this one will fit until they end, as expected."""
@@ -467,7 +477,8 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
         """Take in a step's tokens: append, end what is finished, free, register full blocks."""
         plan = step.plan
-        self._end_copies(result)
+        if (offloading := self.kv.offloading) is not None:
+            offloading.step_ended(plan.step_id, result.copies_done, result.copies_failed, self.stats)
         if plan.num_drafts is not None:
             self._take_back(plan, step.epochs, result)
         if result.drafted is not None and self.drafting is not None:
@@ -493,13 +504,6 @@ class Scheduler:
         self._slots.in_doubt[slots] -= plan.num_drafts[drafted]
         self.drafting.judged(plan, live, result, self.stats)
 
-    def _end_copies(self, result: StepResult) -> None:
-        offloading = self.kv.offloading
-        if offloading is not None:
-            for numbers, ok in ((result.copies_done, True), (result.copies_failed, False)):
-                for number in numbers:
-                    offloading.ended(number, ok, self.stats)
-
     def fail(self, steps: list[ScheduledStep], message: str) -> list[CoreOutput]:
         """The first of these steps could not be computed, so that the later ones are void.
 
@@ -507,7 +511,7 @@ class Scheduler:
         """
         self.kv.roll_back(min(step.plan.step_id for step in steps))
         culprit = self._trials.fail(steps[0].plan, steps[0].epochs)
-        self._refused = ((0, -1), 0, 0)
+        self._refused = ((0, -1), 0, 0, 0)
         return [] if culprit is None else [self._finish(culprit, "error", error=message)]
 
     # ---- moving requests ------------------------------------------------------------------------
@@ -547,7 +551,7 @@ class Scheduler:
             self._slots.leave(request)
         elif request.loading:
             self._loading.give_up(request)
-        else:
+        elif not self._followers.drop(request):
             self._waiting.ended(request)
         if request.loading:
             self._settle()  # what it holds is free now, unless copies are under way
@@ -579,9 +583,9 @@ class Scheduler:
         counted = self._waiting.num_all
         assert len(waiting) == counted, f"{len(waiting)} requests wait, {counted} counted"
         loading = [request for request in self._loading if not request.done]
-        assert len(waiting) + len(self._slots.running) + len(loading) == len(self._requests), (
-            "a request is neither waiting nor loading nor running"
-        )
+        outside = len(waiting) + len(self._followers) + len(loading)
+        told = "a request is neither waiting nor loading nor running"
+        assert outside + len(self._slots.running) == len(self._requests), told
         assert self._loading.num_live == len(self._loading.live()), "loading requests are miscounted"
         assert self._slots.num_free >= self._loading.num_live, "a loading request has no slot to go to"
         assert not any(table for r in waiting for table in r.seq.tables), "a waiting request holds blocks"

@@ -94,11 +94,12 @@ class DiskIndex:
         changed = os.stat(self.folder / part).st_mtime_ns
         if self._listed.get(part) == changed:
             return []
-        found, seen = [], set()
+        found, seen, unfinished = [], set(), False
         with os.scandir(self.folder / part) as entries:
             for entry in entries:
                 path = f"{part}/{entry.name}"
                 if entry.name.endswith(TEMPORARY):
+                    unfinished = True
                     _delete_abandoned(entry)
                 elif _NAME.fullmatch(entry.name):
                     seen.add(path)
@@ -111,7 +112,10 @@ class DiskIndex:
         for path in gone:
             if not os.path.lexists(self.folder / path):  # else it was written while the folder was listed
                 self.drop(path)
-        self._listed[part] = changed
+        if unfinished:  # looked at again, until it is done or its writer is known to have died
+            self._listed.pop(part, None)
+        else:
+            self._listed[part] = changed
         return found
 
     def _add(self, path: str, size: int) -> None:

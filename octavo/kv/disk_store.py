@@ -100,6 +100,7 @@ class DiskStore:
         self._tickets = itertools.count()
         self._burst: list[str] = []  # paths read since the last poll
         self._burst_ns = 0
+        self._ranked_ns = 0  # when the first block was written with a rank
         self._readers = ThreadPoolExecutor(_READERS, "kv-read")
         self._writers = ThreadPoolExecutor(_WRITERS, "kv-write")
         self._closing = threading.Event()
@@ -107,6 +108,11 @@ class DiskStore:
         self._refresher.start()
 
     # ---- BlockStore -----------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """How many the folder may hold, if all are of this size."""
+        return self.size // self._file_bytes
 
     def contains(self, group: int, key: bytes) -> bool:
         """Whether a block seems to be there."""
@@ -122,10 +128,14 @@ class DiskStore:
         self._readers.submit(self._run, self._read, ticket, name, slot, stamp)
         return ticket
 
-    def write(self, group: int, key: bytes, slot: int) -> int:
+    def write(self, group: int, key: bytes, slot: int, rank: int | None = None) -> int:
         """Begin to write a block from a host slot; returns the ticket."""
         name, ticket = self._name(group, key), next(self._tickets)
-        self._writers.submit(self._run, self._write, ticket, name, slot, time.time_ns())
+        stamp = time.time_ns()
+        if rank is not None:
+            self._ranked_ns = self._ranked_ns or stamp
+            stamp = self._ranked_ns - rank * _STAMP_STEP_NS
+        self._writers.submit(self._run, self._write, ticket, name, slot, stamp)
         return ticket
 
     def poll(self) -> list[tuple[int, bool]]:

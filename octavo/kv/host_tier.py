@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 Entry = tuple[int, bytes]  # KV group and block key
 
@@ -60,6 +60,12 @@ class HostTier:
     def findable(self) -> list[tuple[Entry, int]]:
         """The blocks that can be found, and their slots."""
         return [(entry, slot) for entry, slot in self._by_entry.items() if self._filled[slot]]
+
+    def used_last(self) -> Iterator[Entry]:
+        """The blocks that nobody holds, those that were used last first."""
+        for slot in reversed(self._idle):
+            if (entry := self._entries[slot]) is not None:
+                yield entry
 
     def touch(self, entry: Entry) -> None:
         """A block was used last now."""

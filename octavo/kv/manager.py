@@ -15,6 +15,7 @@ from octavo.kv.keys import BlockHasher, ExtraKeys
 from octavo.kv.offloading import Offloading, TierRates, Waiter
 from octavo.kv.pool import BlockPool
 from octavo.kv.tiers import BlockStore
+from octavo.messages import CoreStats
 
 NULL = -1  # a table's entry whose block has been freed, or was never held: no later row reads it
 NEVER = np.iinfo(np.int32).max
@@ -145,13 +146,14 @@ class KVManager:
             return alone
         return replace(prefix, num_loads=loads, on_device=alone.num_blocks)
 
-    def fetch(self, seq: Sequence, token_ids: np.ndarray) -> int:
+    def fetch(self, seq: Sequence, token_ids: np.ndarray, stats: CoreStats) -> int:
         """Begin to read from disk what makes the known beginning longer; returns how many blocks."""
         offloading = self.offloading
         if offloading is None or not offloading.has_store or seq.looked_on_disk or self.hasher is None:
             return 0
         seq.looked_on_disk = True
         near = self._longest(seq, token_ids, self._find_near)
+        stats.disk_cache_queries += len(token_ids) - near.num_blocks * self.block_size
         far = self._longest(seq, token_ids, self._find_anywhere)
         if far.num_blocks <= near.num_blocks:
             return 0

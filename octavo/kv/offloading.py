@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _LEAST_AHEAD = 32  # blocks that are copied out before their turn to be reused, 
 _MOST_AHEAD = 1024
 _COPIES_AHEAD = 2  # such copies under way at a time: more would only hold blocks longer
 _MOST_WRITES = 8  # blocks on their way to disk at a time
+_KEPT_AT_ONCE = 32  # blocks that are copied out at a time, for the disk, when an engine ends
 _LATENCY = 0.5e-3  # seconds until a copy of any size is known to be through
 _BUSY_WEIGHT = 2.0  # how much worse computing is than copying where others want the device
 _NONE = np.zeros(0, np.int32)
@@ -68,7 +70,7 @@ class _Transfer:
 
     entry: Entry
     slot: int
-    waiter: Waiter | None  # of a read
+    waiters: list[Waiter] | None  # of a read; the first one asked for it
 
 
 class Offloading:
@@ -81,7 +83,7 @@ class Offloading:
 
     Invariants (see `check`): a host slot is held once per copy, read or write that touches it; a device
     block that a copy reads is held until the copy is through, unless the step itself waits for it; a block
-    is found in the host tier only after the copy that brought it is through and no step failed by then on
+    is found in the host tier only after the copy that brought it is through and all steps have run well on
     which its contents rest.
     """
 
@@ -105,9 +107,13 @@ class Offloading:
         self._loading: dict[Entry, tuple[int, int]] = {}  # to be found: copy that brings it, and the block
         self._cleaning = 0  # copies ahead of reuse under way
         self._demand = 0.0  # blocks with a key that a step reuses, of late
+        self._early: list[tuple[int, bool]] = []  # copies that ended before steps that they rest on, and how
         self._transfers: dict[int, _Transfer] = {}
+        self._reading: dict[Entry, int] = {}  # tickets of reads under way
         self._unwritten: collections.deque[tuple[int, Entry]] = collections.deque()
         self._writes = 0
+        self._keeping: collections.deque[Entry] = collections.deque()
+        self._ranks: dict[Entry, int] = {}  # of what is kept at the engine's end: how many were used later
         self._number = 0
 
     # ---- what is under way ----------------------------------------------------------------------
@@ -190,26 +196,36 @@ class Offloading:
         return self._store is not None and self._store.contains(group, key)
 
     def fetch(self, waiter: Waiter, wanted: Sequence[Entry]) -> int:
-        """Read those of `wanted` into host slots that only the store has; returns how many are on their way.
+        """Read those of `wanted` into host slots that only the store has; returns how many are on their way,
+        those that are being read for others included.
 
         Those that are in the host tier will be used with them, so they are not what makes room.
         """
         assert self._store is not None
-        missing = []
+        missing, there = [], 0
         for entry in reversed(wanted):  # the first ones are used last, and so stay longest
-            if self.tier.contains(*entry):
-                self.tier.touch(entry)
-            else:
+            if not self.tier.contains(*entry):
                 missing.append(entry)
-        room = self.tier.num_available - (len(wanted) - len(missing))
+            elif (ticket := self._reading.get(entry)) is not None:
+                self._await_read(waiter, ticket)
+            else:
+                self.tier.touch(entry)
+                there += 1
+        room = self.tier.num_available - there
         for entry in reversed(missing[max(0, len(missing) - room) :] if room > 0 else []):
             slot = self.tier.reserve(entry)
             if slot is None:
                 break
-            ticket = self._store.read(*entry, slot)
-            self._transfers[ticket] = _Transfer(entry, slot, waiter)
-            waiter.reads.add(ticket)
+            ticket = self._reading[entry] = self._store.read(*entry, slot)
+            self._transfers[ticket] = _Transfer(entry, slot, [])
+            self._await_read(waiter, ticket)
         return len(waiter.reads)
+
+    def _await_read(self, waiter: Waiter, ticket: int) -> None:
+        waiter.reads.add(ticket)
+        waiters = self._transfers[ticket].waiters
+        assert waiters is not None
+        waiters.append(waiter)
 
     def poll(self, stats: CoreStats) -> None:
         """Take in what the store has read and written; begin to write what it lacks."""
@@ -219,14 +235,19 @@ class Offloading:
             transfer = self._transfers.pop(ticket)
             if not ok:
                 stats.disk_failures += 1
-            if transfer.waiter is None:
+            if transfer.waiters is None:
                 self._writes -= 1
                 stats.disk_blocks_out += ok
                 self.tier.release([transfer.slot])
+                if self._ranks:
+                    self.tier.drop(transfer.entry)  # its slot is the next one's
                 continue
-            transfer.waiter.reads.discard(ticket)
+            if self._reading.get(transfer.entry) == ticket:
+                del self._reading[transfer.entry]
+            for waiter in transfer.waiters:
+                waiter.reads.discard(ticket)
             stats.disk_blocks_in += ok
-            transfer.waiter.num_read += ok
+            transfer.waiters[0].num_read += ok
             if ok:
                 self.tier.filled(transfer.slot)
             else:
@@ -235,8 +256,43 @@ class Offloading:
             slot, entry = self._unwritten.popleft()
             if self.tier.find(entry) == slot and not self._store.contains(*entry):
                 self.tier.acquire([slot])
-                self._transfers[self._store.write(*entry, slot)] = _Transfer(entry, slot, None)
+                ticket = self._store.write(*entry, slot, self._ranks.get(entry))
+                self._transfers[ticket] = _Transfer(entry, slot, None)
                 self._writes += 1
+
+    def keep(self) -> None:
+        """The engine ends: from here on bring what is cached to the store, as much as that holds, what was
+        used last first. Requests must have ended."""
+        assert self._store is not None
+        entries = itertools.chain(self._pool.used_last(), self.tier.used_last())
+        kept = itertools.islice(dict.fromkeys(entries), self._store.num_blocks)
+        self._ranks = {entry: number for number, entry in enumerate(kept)}
+        self._keeping.extend(self._ranks)
+        self._unwritten.clear()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether some of what is to be kept is not there yet."""
+        return bool(self._keeping or self._copies or self._unwritten or self._writes)
+
+    def _kept(self, step: int) -> BlockCopies | None:
+        """A copy out of the next blocks that are to be kept; what the host tier has goes on from there."""
+        assert self._store is not None
+        found: list[tuple[int, Entry]] = []
+        most = min(_KEPT_AT_ONCE, self.tier.num_available)
+        while self._keeping and len(found) < most:
+            entry = self._keeping[0]
+            slot, block = self.tier.find(entry), self._pool.find(*entry)
+            if slot is not None and not self._store.contains(*entry):
+                if found:  # which may take its slot
+                    break
+                self._unwritten.append((slot, entry))
+            elif block is not None and not self._store.contains(*entry):
+                if self._unwritten:
+                    break
+                found.append((block, entry))
+            self._keeping.popleft()
+        return self._out(found, step, urgent=False)
 
     # ---- to the host ----------------------------------------------------------------------------
 
@@ -265,10 +321,13 @@ class Offloading:
             copy.step = step
             copies.append(BlockCopies(number, _NONE, _NONE, _array(copy.slots), _array(copy.blocks)))
         self._queued.clear()
-        if clean and self._cleaning < _COPIES_AHEAD:
+        ahead = None
+        if self._keeping and not (self._copies or self._unwritten or self._writes):
+            ahead = self._kept(step)
+        elif clean and self._cleaning < _COPIES_AHEAD:
             ahead = self._out(self._dirty_ahead(), step, urgent=False)
-            if ahead is not None:
-                copies.append(ahead)
+        if ahead is not None:
+            copies.append(ahead)
         return copies
 
     def _dirty_ahead(self) -> list[tuple[int, Entry]]:
@@ -296,6 +355,22 @@ class Offloading:
         return BlockCopies(number, _array(blocks), _array(slots), _NONE, _NONE, urgent=urgent)
 
     # ---- results --------------------------------------------------------------------------------
+
+    def step_ended(self, step: int, done: list[int], failed: list[int], stats: CoreStats) -> None:
+        """A step has run well, and told of copies that are through or have failed.
+
+        With several steps under way it may tell of copies out that went with later ones, while some of the
+        steps between, whose rows these read, may still fail: until they have run, such copies count as under
+        way.
+        """
+        ended = [*self._early, *((number, True) for number in done), *((number, False) for number in failed)]
+        self._early = []
+        for number, ok in ended:
+            copy = self._copies[number]
+            if copy.into or copy.step <= step + 1:
+                self.ended(number, ok, stats)
+            else:
+                self._early.append((number, ok))
 
     def ended(self, number: int, ok: bool, stats: CoreStats) -> None:
         """A copy is through, or has failed and touches nothing any more."""
@@ -388,7 +463,7 @@ class Offloading:
         refs, _ = self._pool.holders()
         for copy in into.values():
             assert all(refs[block] for block in copy.blocks), "a copy fills a block that nobody holds"
-        assert self._writes == sum(t.waiter is None for t in self._transfers.values()), "writes miscounted"
+        assert self._writes == sum(t.waiters is None for t in self._transfers.values()), "writes miscounted"
 
 
 def _array(values: list[int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from octavo.kv.residency import Residency
 
@@ -158,6 +158,14 @@ class BlockPool:
             blocks.append(block)
             block = self._next[block]
         return blocks
+
+    def used_last(self) -> Iterator[tuple[int, bytes]]:
+        """Groups and keys of the free blocks that can be found, those that were used last first."""
+        block = self._prev[self.num_blocks]
+        while block != self.num_blocks:
+            if (entry := self._keys[block]) is not None:
+                yield entry
+            block = self._prev[block]
 
     def entry_of(self, block: int) -> tuple[int, bytes] | None:
         """KV group and key that a block carries."""

@@ -51,15 +51,23 @@ class BlockStore(Protocol):
     After a `read` that ended with False the slot holds garbage.
     """
 
+    @property
+    def num_blocks(self) -> int:
+        """How many it can hold."""
+
     def contains(self, group: int, key: bytes) -> bool:
         """Whether a block seems to be there. A hint: a read may still fail."""
 
     def read(self, group: int, key: bytes, slot: int) -> int:
         """Begin to copy a block into a host slot; returns the ticket. Reads go before writes."""
 
-    def write(self, group: int, key: bytes, slot: int) -> int:
+    def write(self, group: int, key: bytes, slot: int, rank: int | None = None) -> int:
         """Begin to keep a block that is in a host slot; returns the ticket. One that is there already is
-        not written again. Private keys (prefix caching off) are not to be written."""
+        not written again. Private keys (prefix caching off) are not to be written.
+
+        Args:
+            rank: how many of the blocks that are written with a rank were used later, for a restart to know.
+        """
 
     def poll(self) -> list[tuple[int, bool]]:
         """Tickets that ended since the last call, and whether well."""

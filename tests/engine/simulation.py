@@ -161,12 +161,17 @@ class PretendStore:
         self._host = host
         self._capacity = capacity
         self.blocks: dict[tuple[int, bytes], Content] = {}
+        self.ranks: dict[tuple[int, bytes], int | None] = {}
         self.delay: Callable[[], int] = lambda: 0
         self.fails: Callable[[], bool] = lambda: False
         self._under_way: dict[int, tuple[int, bool, tuple[int, bytes], int]] = {}
         self._tickets = 0
         self._polls = 0
         self.num_read = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._capacity
 
     def contains(self, group: int, key: bytes) -> bool:
         return (group, key) in self.blocks
@@ -175,7 +180,8 @@ class PretendStore:
         self._host.slots[slot] = [_SPOILT] * self._host._size
         return self._begin(True, (group, key), slot)
 
-    def write(self, group: int, key: bytes, slot: int) -> int:
+    def write(self, group: int, key: bytes, slot: int, rank: int | None = None) -> int:
+        self.ranks[group, key] = rank
         return self._begin(False, (group, key), slot)
 
     def _begin(self, reads: bool, entry: tuple[int, bytes], slot: int) -> int:

@@ -86,6 +86,16 @@ def test_a_restart_finds_the_blocks_of_the_run_before(plain, tmp_path):
     assert again.disk_blocks_in > 0 and again.disk_cache_hits > 0 and again.disk_failures == 0
 
 
+def test_a_restart_finds_what_never_left_the_device(plain, tmp_path):
+    settings = dict(swap_space=2 * plain.page / GIB, kv_disk_path=str(tmp_path), kv_disk_size=0.01)
+    for cached in (False, True, True):
+        with make(**settings) as llm:
+            for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True):
+                found = generate(llm, {"prompt_token_ids": prompt})
+                assert found[0] == tokens and bool(found[1]) == (cached and len(prompt) > 16)
+            assert llm.stats().prefix_cache_evictions == 0
+
+
 def test_damaged_blocks_are_dropped_recomputed_and_counted(plain, tmp_path):
     plain.check(tmp_path)
     for number, file in enumerate(files(tmp_path)):

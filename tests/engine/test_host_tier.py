@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from octavo.engine.core import EngineCore
+from octavo.kv.keys import NO_EXTRAS
 from octavo.messages import CoreOutput
 from octavo.sampling_params import SamplingParams
 from tests.engine import simulation as sim
@@ -286,6 +288,85 @@ def test_blocks_go_on_to_disk_and_come_back():
     stats = core.stats()
     assert stats.disk_cache_hits == stats.disk_blocks_in * 8 > 0
     assert stats.host_cache_hits == 96 and stats.disk_failures == 0
+
+
+def test_two_requests_wait_for_the_same_reads():
+    core = make_core(num_blocks=60, num_host_blocks=100, disk=True)
+    prompt = prompts(1, 100, 3)[0]
+    answer(core, "a", prompt)
+    crowd_out(core)
+    core.reset_prefix_cache()
+    core.executor.disk.delay = lambda: 3
+    read, before = core.executor.disk.num_read, core.stats()
+    core.add(request("b", prompt, 4))
+    core.add(request("c", prompt, 4))
+    outputs = run(core)
+    for name in "bc":
+        assert tokens_of(outputs[name]) == expected(prompt, 4)
+        assert outputs[name][-1].num_cached_tokens == 96
+    assert core.executor.disk.num_read - read == 12
+    stats = core.stats()
+    assert stats.disk_cache_hits - before.disk_cache_hits == 96
+    assert stats.disk_cache_queries - before.disk_cache_queries == 200
+
+
+def test_a_request_that_needs_all_blocks_begins_once_one_that_read_from_disk_is_aborted():
+    core = make_core(num_blocks=25, num_host_blocks=100, disk=True)
+    prompt = prompts(1, 100, 3)[0]
+    answer(core, "a", prompt)
+    crowd_out(core)
+    core.reset_prefix_cache()
+    core.executor.disk.delay = lambda: 1000
+    core.add(request("reads", prompt, 4))
+    whole = prompts(1, 194, 5)[0]
+    core.add(request("whole", whole, 6))
+    for _ in range(3):
+        assert core.step() == []
+    assert core.scheduler._loading.num_live == 1
+    core.abort(["reads"])
+    core.executor.disk.delay = lambda: 0
+    for _ in range(200):
+        if outputs := core.step():
+            break
+    assert outputs[0].request_id == "whole"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_cached_goes_to_disk_when_the_engine_ends(overlap, broken):
+    core = make_core(num_blocks=200, num_host_blocks=3, disk=True, async_scheduling=overlap)
+    core.executor.host.delay = core.executor.disk.delay = lambda: 2
+    core.executor.disk.fails = lambda: broken
+    texts = prompts(5, 100, 3)
+    for i, prompt in enumerate(texts):
+        answer(core, str(i), prompt, 1)
+    core.add(request("running", texts[0], 50))
+    for _ in range(4):
+        core.step()
+    core.close()
+    core.kv.check([])
+    assert core.kv.pool.num_used == 0
+    kept = core.executor.disk.blocks
+    assert len(kept) == (0 if broken else 5 * 12)
+    assert core.stats().disk_failures == (5 * 12 if broken else 0)
+
+
+def test_what_was_used_last_is_kept_where_the_disk_holds_less_than_the_cache():
+    core = make_core(num_blocks=200, num_host_blocks=30, disk=True)
+    assert core.executor.disk is not None
+    core.executor.disk._capacity = 30
+    texts = prompts(5, 100, 3)
+    for i, prompt in enumerate(texts):
+        answer(core, str(i), prompt, 1)
+    core.close()
+    keys = []
+    for prompt in reversed(texts):
+        chain: list[bytes] = []
+        core.kv.hasher.extend(chain, np.asarray(prompt, np.int32), 12, NO_EXTRAS)
+        keys += chain
+    disk = core.executor.disk
+    assert list(disk.blocks) == [(0, key) for key in keys[:30]]
+    assert [disk.ranks[0, key] for key in keys[:30]] == list(range(30))
 
 
 def test_blocks_that_cannot_be_read_from_disk_are_computed():

@@ -75,6 +75,62 @@ def test_requests_of_one_step_share_a_prefix():
         assert tokens_of(outputs[str(i)]) == expected([*head, i, i + 1], 3)
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("threshold", [0, 16])
+@pytest.mark.parametrize("windows", [(None,), (None, 20), (9,)], ids=str)
+def test_a_beginning_that_takes_several_steps_is_computed_once(windows, threshold, stages):
+    """Of n choices, and of questions about one text; an unrelated one behind them waits for none of it."""
+    core = make_core(
+        num_blocks=500, max_model_len=300, windows=windows, max_num_batched_tokens=32, max_num_seqs=9,
+        long_prefill_token_threshold=threshold, pipeline_parallel_size=stages,
+    )  # fmt: skip
+    text, other = prompts(2, 200, 200, 8)
+    asked = {f"n{i}": text for i in range(4)} | {f"q{i}": [*text[:150], *other[: 20 + i]] for i in range(3)}
+    asked["short"] = other[:10]
+    for name, prompt in asked.items():
+        core.add(request(name, prompt, 1))
+    order, outputs = [], {}
+    while core.has_work:
+        assert core.stats().num_running + core.stats().num_waiting == len(asked) - len(order)
+        for output in core.step():
+            outputs[output.request_id] = output
+            order.append(output.request_id)
+    for name, prompt in asked.items():
+        assert outputs[name].new_token_ids == expected(prompt, 1)
+    computed = sum(plan.total_rows for plan in core.executor.plans)
+    # The text, what is behind its last shared block, the questions, of which two find nobody ahead at times.
+    assert computed <= 200 + 3 * 8 + 3 * (6 + 22) + 10 + 32
+    assert order[0] == "short"
+
+
+def test_nobody_waits_for_a_beginning_of_another_salt_or_a_lower_priority():
+    core = make_core(num_blocks=500, max_num_batched_tokens=32, scheduling_policy="priority")
+    text = prompts(1, 150, 150, 8)[0]
+    core.add(request("first", text, 1))
+    core.step()
+    core.add(request("salted", text, 1, cache_salt="x"))
+    core.add(request("urgent", text, 1, priority=-1))
+    for _ in range(3):
+        core.step()
+    assert len(core.scheduler._slots.running) == 3
+    run(core)
+
+
+def test_those_who_wait_for_another_ones_beginning_go_on_without_it():
+    core = make_core(num_blocks=500, max_num_batched_tokens=32)
+    text = prompts(1, 150, 150, 8)[0]
+    for name in "abc":
+        core.add(request(name, text, 2))
+    for _ in range(2):
+        core.step()
+    assert len(core.scheduler._slots.running) == 1 and core.stats().num_waiting == 2
+    core.abort("b")  # one that waits
+    core.abort("a")  # and the one that is computed
+    outputs = run(core)
+    assert list(outputs) == ["c"] and tokens_of(outputs["c"]) == expected(text, 2)
+    assert outputs["c"][0].num_cached_tokens >= 32
+
+
 def test_generated_blocks_are_reused_by_the_next_turn():
     core = make_core()
     prompt = prompts(1, 20, 20)[0]

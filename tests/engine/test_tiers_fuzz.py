@@ -39,6 +39,10 @@ class Setup:
     overlap: bool = True
     budget: int = 16
     look_ahead: bool = False
+    seqs: int = 3
+    stages: int = 1
+    threshold: int = 0
+    drafts: int = 0
 
 
 @dataclass
@@ -53,29 +57,38 @@ class World:
     def __post_init__(self) -> None:
         setup = self.setup
         config = EngineConfig(
-            block_size=8, max_num_seqs=3, max_num_batched_tokens=setup.budget, check_invariants=True,
+            block_size=8, max_num_seqs=setup.seqs, max_num_batched_tokens=setup.budget, check_invariants=True,
             async_scheduling=setup.overlap, enable_prefix_caching=setup.caching,
             scheduling_policy="priority", look_ahead_admission=setup.look_ahead,
+            pipeline_parallel_size=setup.stages, long_prefill_token_threshold=setup.threshold,
+            speculative_config=dict(method="ngram", num_speculative_tokens=setup.drafts, adaptive=False)
+            if setup.drafts else None,
         )  # fmt: skip
         groups = len(setup.windows)
         self.executor = Reporting(
             config, setup.num_blocks * groups, 48, setup.windows, setup.num_host_blocks, setup.disk
         )
         self.core = EngineCore(config, self.executor)
+        if setup.drafts:
+            sim.draft(self.core, sim.Guesser(0.6))
         self.stems = [[7 * i + j for j in range(48)] for i in range(3)]
         self.names = 0
 
-    def submit(self, stem: int, length: int, count: int, priority: int, salt: str | None) -> None:
-        """A request whose text may begin as others' do."""
-        length = min(length, self.core.facts.kv_capacity - count)
-        prompt = self.stems[stem][: max(1, length)]
-        name = f"r{self.names}"
-        self.names += 1
-        params = SamplingParams(max_tokens=count, temperature=0.0)
-        more = dict(priority=priority, cache_salt=salt)
-        self.requests[name] = sim.request(name, prompt, params=params, **more)
-        self.tokens[name] = []
-        self.core.add(self.requests[name])
+    def submit(
+        self, stem: int, length: int, count: int, priority: int, salt: str | None, choices: int = 1
+    ) -> None:
+        """A request whose text may begin as others' do, once for each of its choices."""
+        facts = self.core.facts
+        count = min(count, facts.kv_capacity)
+        length = min(length, facts.kv_capacity - count + 1, facts.max_model_len - count)
+        for _ in range(choices):
+            name = f"r{self.names}"
+            self.names += 1
+            params = SamplingParams(max_tokens=count, temperature=0.0)
+            more = dict(priority=priority, cache_salt=salt)
+            self.requests[name] = sim.request(name, self.stems[stem][:length], params=params, **more)
+            self.tokens[name] = []
+            self.core.add(self.requests[name])
 
     def abort(self, which: int) -> None:
         """One of the live requests goes."""
@@ -155,11 +168,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(
         stem=st.integers(0, 2), length=st.integers(1, 40), count=st.integers(1, 20),
-        priority=st.integers(0, 1), salt=st.sampled_from(SALTS),
+        priority=st.integers(0, 1), salt=st.sampled_from(SALTS), choices=st.integers(1, 3),
     )  # fmt: skip
-    def submit(self, stem, length, count, priority, salt):
+    def submit(self, stem, length, count, priority, salt, choices):
         if len(self.world.requests) < 6:
-            self.world.submit(stem, length, count, priority, salt)
+            self.world.submit(stem, length, count, priority, salt, choices)
 
     @rule(times=st.integers(1, 6))
     def step(self, times):
@@ -215,6 +228,11 @@ SETUPS = [
     Setup(caching=False, num_host_blocks=12),
     Setup(windows=(None, 9), overlap=False, budget=7, num_host_blocks=12, disk=True),
     Setup(windows=(17,), look_ahead=True, num_host_blocks=2),
+    Setup(stages=3, disk=True, num_host_blocks=20),
+    Setup(windows=(None, 24), stages=2, seqs=8, threshold=5, num_host_blocks=30),
+    Setup(num_blocks=2, num_host_blocks=1, disk=True, seqs=1, budget=1),
+    Setup(windows=(1, None, 5), num_blocks=3, drafts=3, seqs=4, num_host_blocks=9, disk=True),
+    Setup(num_blocks=6, drafts=5, overlap=False, caching=False, num_host_blocks=4, budget=40),
 ]
 
 
@@ -231,7 +249,7 @@ def test_a_long_run_of_everything(number):
             if event < 0.22 and len(world.requests) < 6:
                 world.submit(
                     draw.randrange(3), draw.randint(1, 40), draw.randint(1, 20), draw.randrange(2),
-                    draw.choice(SALTS),
+                    draw.choice(SALTS), draw.choice([1, 1, 1, 3]),
                 )  # fmt: skip
             elif event < 0.26:
                 world.abort(draw.randrange(6))
@@ -249,5 +267,5 @@ def test_a_long_run_of_everything(number):
     world.drain()
     stats = world.core.stats()
     preemptions, copied = stats.num_preemptions, stats.host_blocks_in
-    assert preemptions > steps / 100 and copied > steps / 400 and stats.host_blocks_out > steps / 400
+    assert preemptions > steps / 200 and copied > steps / 1000 and stats.host_blocks_out > steps / 1000
     assert world.ended > steps / 50

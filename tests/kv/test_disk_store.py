@@ -216,6 +216,18 @@ def test_a_crash_in_the_middle_of_a_write_leaves_nothing_that_is_read(bench, mon
     assert after.holds(1) and after.put(2) and after.holds(2)
 
 
+def test_what_a_crash_left_is_deleted_once_it_is_old_without_a_restart(tmp_path):
+    part = tmp_path / ("0" * 32) / "ab"
+    part.mkdir(parents=True)
+    left = part / f"ab00.0.1.2{TEMPORARY}"
+    left.write_bytes(b"half a block")
+    index = DiskIndex(tmp_path)
+    assert left.exists() and len(index) == 0  # perhaps another engine is at it
+    os.utime(left, (0, 0))
+    index.refresh()
+    assert not left.exists()
+
+
 def test_the_least_recently_used_go_first_and_that_survives_a_restart(bench):
     here = bench(blocks=4)
     for number in range(4):
@@ -230,6 +242,19 @@ def test_the_least_recently_used_go_first_and_that_survives_a_restart(bench):
     assert [again.store.contains(0, key(n)) for n in range(6)] == [True, False, False, True, True, True]
     files = sum(f.stat().st_size for f in again.store.folder.rglob("*") if f.is_file())
     assert files == 4 * FILE
+
+
+def test_of_blocks_written_together_the_first_was_used_last(bench):
+    here = bench(blocks=4)
+    for rank in range(4):
+        here.memory[rank] = content(rank)
+    assert here.finish(*(here.store.write(0, key(rank), rank, rank) for rank in range(4))) == [True] * 4
+    here.store.close()
+    again = bench(blocks=4)
+    assert again.store.num_blocks == 4
+    for number in (7, 8):
+        assert again.put(number)
+    assert [again.holds(number) for number in range(4)] == [True, True, False, False]
 
 
 def test_of_blocks_read_together_the_first_outlives_the_others(bench):

@@ -74,6 +74,26 @@ def test_contents_of_a_failed_step_are_dropped_with_their_copies():
     offloading.check()
 
 
+def test_a_copy_that_ends_before_a_step_that_it_rests_on_is_not_found_until_that_has_run():
+    """With three steps under way, step 3 tells of a copy that went with step 5, and step 4 may still fail."""
+    for fails in (False, True):
+        pool, offloading, stats = make(4, 50)
+        cached(pool, range(4))
+        pool.allocate(3)
+        [copies] = offloading.plan(5, clean=False)
+        offloading.step_ended(3, [copies.number], [], stats)
+        offloading.check()
+        entry = (0, bytes([1]))
+        assert offloading.tier.find(entry) is None and offloading.copying
+        if fails:
+            offloading.roll_back(4)
+        offloading.step_ended(6 if fails else 4, [], [], stats)
+        offloading.check()
+        assert not offloading.copying
+        assert (offloading.tier.find(entry) is None) == fails
+        assert offloading.tier.num_used == (0 if fails else 3)
+
+
 def test_copies_that_fail_leave_nothing_behind():
     pool, offloading, stats = make(4, 2)
     blocks = cached(pool, range(4))

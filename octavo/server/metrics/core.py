@@ -43,7 +43,12 @@ _COUNTERS = (
     ("kv_bytes_from_host", "Bytes of KV copied back from host memory.", "host_bytes_in"),
     ("kv_blocks_to_host", "Blocks copied to host memory.", "host_blocks_out"),
     ("kv_blocks_from_host", "Blocks copied back from host memory.", "host_blocks_in"),
-    ("disk_cache_hits", "Tokens read from disk for a request.", "disk_cache_hits"),
+    (
+        "disk_cache_queries",
+        "Tokens that neither device nor host tier had, looked up on disk.",
+        "disk_cache_queries",
+    ),
+    ("disk_cache_hits", "Tokens of them that were read for a request.", "disk_cache_hits"),
     ("kv_blocks_to_disk", "Blocks written to disk.", "disk_blocks_out"),
     ("kv_blocks_from_disk", "Blocks read from disk.", "disk_blocks_in"),
     ("disk_failures", "Blocks that could not be read or written.", "disk_failures"),
