@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,25 @@ _ENOUGH = 32  # finished requests that outweigh that
 _POINTS = 32  # in time, at which use is predicted
 _MOST_CAUTION = 3.0  # standard deviations
 _STEP_OF_CAUTION, _EASE = 0.5, 0.98
+
+
+class Facts(NamedTuple):
+    """What is known of n requests.
+
+    Attributes:
+        tokens: integer `[n]`, of each, known or being sampled.
+        used: integer `[n]`, output tokens of these.
+        limit: integer `[n]`, output tokens at most.
+        certain: bool `[n]`, those that nothing ends before that.
+        pace, spread: float64 `[n]`, tokens that a step yields, and the variance of that.
+    """
+
+    tokens: np.ndarray
+    used: np.ndarray
+    limit: np.ndarray
+    certain: np.ndarray
+    pace: np.ndarray
+    spread: np.ndarray
 
 
 class Forecast:
@@ -56,29 +76,26 @@ class Forecast:
         """A request had to leave: less room than was foreseen."""
         self.caution = min(_MOST_CAUTION, self.caution + _STEP_OF_CAUTION)
 
-    def longest(self, used: np.ndarray, limit: np.ndarray, certain: np.ndarray) -> float:
-        """Tokens that requests will yield yet, at most, where that is likely; arguments as `Demand.part`."""
+    def longest(self, facts: Facts) -> float:
+        """Steps that requests go on for yet, at most, where that is likely."""
         shares = self._shares()
-        ends = np.where(certain | (used >= shares[-1] * limit), limit, shares[-1] * limit)
-        return float((ends - used).max())
+        used, limit = facts.used, facts.limit
+        ends = np.where(facts.certain | (used >= shares[-1] * limit), limit, shares[-1] * limit)
+        return float(((ends - used) / facts.pace).max())
 
-    def alive(
-        self, times: np.ndarray, used: np.ndarray, limit: np.ndarray, certain: np.ndarray
-    ) -> np.ndarray:
-        """How likely each request goes on for so many tokens more, float64 `[n, k]`.
-
-        Args:
-            times: tokens from now, `[k]`.
-            used, limit, certain: as in `Demand.part`.
-        """
+    def alive(self, times: np.ndarray, facts: Facts) -> np.ndarray:
+        """How likely each request goes on for so many steps more (`times`, `[k]`), float64 `[n, k]`."""
         shares = self._shares()
         count = len(shares)
+        used, limit = facts.used, facts.limit
         left = count - np.searchsorted(shares, used / limit)
-        later = count - np.searchsorted(shares, (used[:, None] + times) / limit[:, None])
+        more = facts.pace[:, None] * times
+        later = count - np.searchsorted(shares, (used[:, None] + more) / limit[:, None])
         unknown = left == 0  # longer already than any other: to the limit
         odds = later / np.maximum(left, 1)[:, None]
-        ends = certain | unknown
-        odds[ends] = times < (limit - used)[ends, None]
+        ends = facts.certain | unknown
+        short = (limit - used)[ends, None] - more[ends]
+        odds[ends] = _not_there(short, facts.spread[ends, None] * times)
         return odds
 
     def _shares(self) -> np.ndarray:
@@ -98,11 +115,21 @@ class Part:
     by_time: np.ndarray
 
 
+def _not_there(short: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """How likely sums are below a bound that their means are so far below; the normal distribution's, by its
+    logistic approximation."""
+    sure = short > 0
+    if not variance.any():
+        return sure
+    deviations = np.clip(short / np.sqrt(np.maximum(variance, 1e-9)), -20.0, 20.0)
+    return np.where(variance > 0, 1 / (1 + np.exp(-1.702 * deviations)), sure)
+
+
 class Demand:
-    """The blocks that a set of requests is expected to hold from now on, one token each a step."""
+    """The blocks that a set of requests is expected to hold from now on, by steps."""
 
     def __init__(self, forecast: Forecast, horizon: float):
-        """`horizon`: tokens from now up to which use is predicted."""
+        """`horizon`: steps from now up to which use is predicted."""
         self.horizon = horizon
         self._forecast = forecast
         self._times = (np.arange(_POINTS) + 0.5) * (max(horizon, 1.0) / _POINTS)
@@ -127,27 +154,21 @@ class Demand:
         margin = caution * np.sqrt(variance) + min(1.0, caution) * between
         return float(max(num_used, (expected + margin).max()))
 
-    def part(self, tokens: np.ndarray, used: np.ndarray, limit: np.ndarray, certain: np.ndarray) -> Part:
-        """What requests hold.
-
-        Args:
-            tokens: integer `[n]`, of each request, known or being sampled.
-            used: of these, output tokens.
-            limit: output tokens at most.
-            certain: bool `[n]`, those that nothing ends before that.
-        """
-        forecast, size = self._forecast, self._forecast.block_size
-        alive = forecast.alive(self._times, used, limit, certain)
-        now = -(-tokens // size)
-        more = np.minimum(self._times, (limit - used)[:, None])
+    def part(self, facts: Facts) -> Part:
+        """What requests hold."""
+        forecast, size, times = self._forecast, self._forecast.block_size, self._times
+        alive = forecast.alive(times, facts)
+        now = -(-facts.tokens // size)
+        more = np.minimum(facts.pace[:, None] * times, (facts.limit - facts.used)[:, None])
+        ends = np.ceil((facts.tokens[:, None] + more) / size)
         own = (forecast.num_full * now).astype(np.float64)
-        growth = forecast.num_full * more / size
+        growth = forecast.num_full * (ends - now[:, None])
         for most in forecast.windows:
             held = np.minimum(now, most)
             own += held
-            growth += np.minimum(np.ceil((tokens[:, None] + more) / size), most) - held[:, None]
-        then = own[:, None] + growth
-        halfway = forecast.num_full * self._times[0] / size
-        variance = (alive * (1 - alive) * then**2).sum(0)
-        sums = ((own[:, None] * alive).sum(0), (growth * alive).sum(0), variance, alive.sum(0) * halfway)
-        return Part(float(own.sum()), np.stack(sums))
+            growth += np.minimum(ends, most) - held[:, None]
+        then, per_token = own[:, None] + growth, forecast.num_full / size
+        variance = alive * (1 - alive) * then**2 + alive * per_token**2 * facts.spread[:, None] * times
+        halfway = alive * per_token * facts.pace[:, None] * times[0]
+        sums = (own[:, None] * alive, growth * alive, variance, halfway)
+        return Part(float(own.sum()), np.stack([x.sum(0) for x in sums]))

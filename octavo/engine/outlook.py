@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.engine.forecast import Demand, Forecast, Part
+from octavo.engine.forecast import Demand, Facts, Forecast, Part
 from octavo.engine.loading import LoadingRequests
+from octavo.engine.pace import Pace
 from octavo.engine.request import Request
 from octavo.engine.slots import Slots
 from octavo.kv.capacity import blocks_of
@@ -16,10 +17,15 @@ class Outlook:
     """Foresees, during one step's admissions, what the requests that hold blocks will need until their ends.
 
     That is predicted once a step, if it is asked for; where all fit at their limits, nothing is.
+
+    Attributes:
+        pace: how fast requests go on.
     """
 
     def __init__(self, kv: KVManager, slots: Slots, loading: LoadingRequests):
         self.forecast = Forecast(kv.groups)
+        self.pace = Pace(len(slots.num_tokens))
+        slots.on_enter.append(lambda request: self.pace.enter(request.slot))
         self._kv = kv
         self._slots = slots
         self._loading = loading
@@ -43,11 +49,11 @@ class Outlook:
         """
         if self._at_limits + self._limit_of(request) <= self._kv.pool.num_blocks:
             return True
-        facts = _facts([request])
-        longest = self.forecast.longest(*facts[1:])
+        facts = self._facts([request])
+        longest = self.forecast.longest(facts)
         if self._demand is None or self._demand.horizon < longest:
             self._demand = self._predict(longest)
-        part = self._demand.part(*facts)
+        part = self._demand.part(facts)
         self._weighed = (request, part)
         return self._demand.peak(num_used, part) <= self._kv.pool.num_blocks
 
@@ -55,27 +61,30 @@ class Outlook:
         """A request has been given blocks."""
         self._at_limits += self._limit_of(request)
         if self._demand is not None:
-            weighed = self._weighed is not None and self._weighed[0] is request
-            part = self._weighed[1] if weighed and self._weighed else self._demand.part(*_facts([request]))
+            weighed, part = self._weighed or (None, None)
+            if weighed is not request or part is None:
+                part = self._demand.part(self._facts([request]))
             self._demand.add(part)
 
     def _limit_of(self, request: Request) -> int:
         return blocks_of(request.max_total, self._kv.block_size) * len(self._kv.groups)
 
     def _predict(self, horizon: float) -> Demand:
-        """What running and loading requests will need, for so many tokens from now at least."""
+        """What running and loading requests will need, for so many steps from now at least."""
         slots, run = self._slots, self._slots.running
-        prompts, tokens = slots.prompt_len[run], slots.num_tokens[run]
-        running = (tokens, tokens - prompts, slots.max_total[run] - prompts, slots.ends_at_limit[run])
-        loading = _facts(self._loading.live())
-        facts = [np.concatenate(pair) for pair in zip(running, loading, strict=True)]
-        demand = Demand(self.forecast, max(horizon, self.forecast.longest(*facts[1:])))
-        demand.add(demand.part(*facts))
+        # Of drafts that are being judged none is known to stand.
+        prompts, tokens = slots.prompt_len[run], slots.num_tokens[run] - slots.in_doubt[run]
+        most = slots.max_total[run] - prompts
+        running = Facts(tokens, tokens - prompts, most, slots.ends_at_limit[run], *self.pace.of(run))
+        loading = self._facts(self._loading.live())
+        facts = Facts(*(np.concatenate(pair) for pair in zip(running, loading, strict=True)))
+        demand = Demand(self.forecast, max(horizon, self.forecast.longest(facts)))
+        demand.add(demand.part(facts))
         return demand
 
-
-def _facts(requests: list[Request]) -> list[np.ndarray]:
-    """Of requests that are in no slot, what `Demand.part` takes."""
-    rows = [(len(r.token_ids), r.prompt_len, r.max_total, r.ends_at_limit) for r in requests]
-    tokens, prompts, most, certain = np.array(rows, np.int64).reshape(-1, 4).T
-    return [tokens, tokens - prompts, most - prompts, certain.astype(bool)]
+    def _facts(self, requests: list[Request]) -> Facts:
+        """Of requests that are in no slot."""
+        rows = [(len(r.token_ids), r.prompt_len, r.max_total, r.ends_at_limit) for r in requests]
+        tokens, prompts, most, certain = np.array(rows, np.int64).reshape(-1, 4).T
+        usual = self.pace.usual(len(requests))
+        return Facts(tokens, tokens - prompts, most - prompts, certain.astype(bool), *usual)

@@ -479,6 +479,9 @@ class Scheduler:
         plan = step.plan
         if (offloading := self.kv.offloading) is not None:
             offloading.step_ended(plan.step_id, result.copies_done, result.copies_failed, self.stats)
+        if self.drafting is not None:
+            going = (self._slots.epoch[plan.slots] == step.epochs) & (result.num_tokens > 0)
+            self._outlook.pace.passed(plan.slots[going], result.num_tokens[going])
         if plan.num_drafts is not None:
             self._take_back(plan, step.epochs, result)
         if result.drafted is not None and self.drafting is not None:

@@ -37,15 +37,17 @@ def lacking_blocks(slots: Slots, kv: KVManager, run: np.ndarray, rows: np.ndarra
 
 
 def drop_drafts(slots: Slots, kv: KVManager, run: np.ndarray, rows: np.ndarray) -> None:
-    """Let nobody's drafts be judged where the blocks for that are not there: drafts preempt no one.
+    """Where blocks are short, let those drafts alone be judged that need no block: drafts preempt no one.
 
     Args:
         rows: int32 `[n]`, of the step, drafts included; changed.
     """
     drafts = slots.num_drafts[run]
     if drafts.any() and lacking_blocks(slots, kv, run, rows):
-        rows -= drafts
-        slots.num_drafts[run] = 0
+        held = slots.capacity[run] - slots.num_computed[run]  # rows for which there are blocks
+        kept = np.clip(held - (rows - drafts), 0, drafts)
+        rows -= drafts - kept
+        slots.num_drafts[run] = kept
 
 
 def free_passed(slots: Slots, kv: KVManager, own: np.ndarray) -> None:
