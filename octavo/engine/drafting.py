@@ -113,9 +113,10 @@ class Drafting(ABC):
         """A step took so long, its result included."""
         self.adaptation.passed(seconds)
         drafts = 0 if plan.num_drafts is None else plan.num_drafts
-        usual = not plan.admissions and not result.recorded
+        rows = plan.total_rows  # 0: it asked for news of copies
+        usual = rows > 0 and not plan.admissions and not result.recorded
         if usual and plan.samples.all() and (plan.num_rows == 1 + drafts).all():
-            self.adaptation.times.add(plan.total_rows, seconds - result.draft_seconds)
+            self.adaptation.times.add(rows, seconds - result.draft_seconds)
 
     def enter(self, request: Request) -> None:
         """A request has come into its slot."""

@@ -66,8 +66,10 @@ class Adaptation:
             rows: of the step without drafts.
             most: drafts in all.
         """
-        ranked = np.sort(odds, axis=None)[::-1]
-        ranked = ranked[: min(most, int(np.count_nonzero(ranked)))]
+        # Of equally likely ones the first requests' come first, and of these each one's first drafts.
+        order = np.argsort(-odds, axis=None, kind="stable")
+        order = order[: min(most, int(np.count_nonzero(odds)))]
+        ranked = odds.ravel()[order]
         best = 0
         seconds = self.times.curve(rows, len(ranked) + 1) if self.times.knows(rows) else None
         if len(ranked) and seconds is not None and len(seconds) > len(ranked):
@@ -82,6 +84,4 @@ class Adaptation:
                 extra = seconds - seconds[0]
                 best = int(np.searchsorted(extra, self._credit, side="right")) - 1
                 self._credit -= extra[best]
-        if not best:
-            return np.zeros(len(odds), np.int64)
-        return (odds >= ranked[best - 1]).sum(axis=1)
+        return np.bincount(order[:best] // odds.shape[1], minlength=len(odds))

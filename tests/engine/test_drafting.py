@@ -8,6 +8,7 @@ import pytest
 
 from octavo.kv.manager import KVManager
 from octavo.sampling_params import SamplingParams
+from octavo.step_messages import StepPlan, StepResult
 from tests.engine import simulation as sim
 
 
@@ -184,3 +185,14 @@ def test_blocks_of_drafts_that_did_not_stand_are_given_back_first(
         assert sim.tokens_of(outputs[f"r{i}"]) == sim.expected([i] * (5 + i), 60)
     assert sum(freed) > 0 and core.stats().num_preemptions > 0
     assert core.stats().kv_blocks_used == 0
+
+
+def test_steps_without_rows_tell_nothing_of_how_long_rows_take():
+    """Those that ask for news of copies: an engine with a host tier would find one row to cost nothing."""
+    core = core_with(4, 1.0, adaptive=True)
+    drafting = core.scheduler.drafting
+    assert drafting is not None
+    none = np.zeros(0, np.int32)
+    waiting = StepPlan(0, [], [], none, none, none, none.astype(bool))
+    drafting.timed(waiting, StepResult(np.zeros((0, 1), np.int32), none), 1e-6)
+    assert drafting.adaptation.times.curve(1, 1) is None

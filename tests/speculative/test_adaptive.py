@@ -1,6 +1,7 @@
 """How many tokens are drafted: the best by measured rates, none where none pay, at little cost."""
 
 import numpy as np
+import pytest
 
 from octavo.speculative.acceptance import Acceptance
 from octavo.speculative.adaptive import Adaptation
@@ -99,3 +100,16 @@ def test_a_middle_course_is_found():
     best = max((1 - 0.5 ** (k + 1)) / 0.5 / (1 + 0.2 * k) for k in range(5))
     assert speed > 0.96 * best
     assert 0.8 < drafts < 2.7
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 30])
+def test_equally_likely_drafts_are_no_more_than_may_be(most: int):
+    """Ten requests of which nothing is known, and steps that take as long whatever their rows."""
+    adaptation = Adaptation(10, 1, 4)
+    for rows in (10, 64):
+        for _ in range(5):
+            adaptation.times.add(rows, 0.01)
+    adaptation.passed(0.01)
+    odds = adaptation.acceptance.odds(np.arange(10), np.zeros(10, np.int64))
+    counts = adaptation.choose(odds, 10, most)
+    assert counts.sum() == most and counts.max() - counts.min() <= 1
