@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from octavo.config import make_config, setting, validate
 from octavo.errors import ConfigError
 from octavo.setting_values import json_object
 from octavo.speculative.synthetic import from_length, from_marginals, parse_rates, show_rates
+from octavo.vllm_names import DRAFTS, Foreign
 
 METHODS: dict[str, str] = {
     "ngram": "looks up the newest tokens in the request's own text, and drafts what followed them there",
@@ -32,6 +35,7 @@ _USED_BY: dict[str, tuple[str, ...]] = {
     "model": _WITH_MODEL,
     "revision": _WITH_MODEL,
     "quantization": _WITH_MODEL,
+    "max_model_len": WHOLE_MODELS,
     "parallel_drafting": WHOLE_MODELS,
     "draft_confidence_threshold": ("draft_model", "eagle3"),
     "prompt_lookup_min": ("ngram",),
@@ -46,7 +50,13 @@ _USED_BY: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class SpeculativeConfig:
-    """How tokens are drafted. Outputs never depend on it."""
+    """How tokens are drafted. Outputs never depend on it.
+
+    Attributes:
+        foreign: what becomes of vLLM's other fields.
+    """
+
+    foreign: ClassVar[Mapping[str, Foreign]] = DRAFTS
 
     method: str = setting("ngram", "What drafts tokens.", choices=tuple(METHODS))
     num_speculative_tokens: int = setting(
@@ -61,6 +71,9 @@ class SpeculativeConfig:
     revision: str | None = setting(None, "Branch, tag or commit of a draft model from the hub.")
     quantization: str | None = setting(
         None, "How the draft's weights are stored: as the engine's setting of this name."
+    )
+    max_model_len: int | None = setting(
+        None, "Tokens of the longest text that is drafted for; by default the draft model's context.", low=1
     )
     parallel_drafting: bool = setting(
         False, "With draft_model: the same as method pard, which always does. vLLM's way to write it."
@@ -220,7 +233,7 @@ def read_speculative_config(
         )
     if "method" not in values and "model" not in values:
         raise ConfigError(f"speculative_config names no method: give one of {', '.join(METHODS)}")
-    values.setdefault("method", "draft_model")
+    values.setdefault("method", _method_of(values.get("model")))
     try:
         for name in ("synthetic_acceptance", "synthetic_acceptance_rates"):
             if values.get(name) is not None:  # as many drafts as rates, unless that is told
@@ -234,6 +247,11 @@ def read_speculative_config(
         names = ", ".join(spec.name for spec in fields(SpeculativeConfig))
         hint = f" (fields: {names})" if str(error).startswith("there is no") else ""
         raise ConfigError(f"speculative_config: {error}{hint}") from None
+
+
+def _method_of(model: Any) -> str:
+    """The method of a model without one: told by the name, as in vLLM, since heads are called so."""
+    return "eagle3" if isinstance(model, str) and "eagle3" in Path(model).name.lower() else "draft_model"
 
 
 def plain(config: SpeculativeConfig) -> dict[str, Any]:

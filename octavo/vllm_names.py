@@ -433,3 +433,33 @@ FORMS = _table(
     _refused("write additionalProperties: false into the schema", "disable_additional_properties"),
 )
 """By name, for the fields of `StructuredOutputsParams`, among them those of vLLM's GuidedDecodingParams."""
+
+DRAFTS = _table(
+    _same(
+        "a draft is divided among ranks as its target is", "draft_tensor_parallel_size tensor_parallel_size"
+    ),
+    _same("drafts run as the engine's settings say", "attention_backend enforce_eager moe_backend"),
+    _same("no code of a checkpoint is run", "code_revision"),
+    _same("a draft's rows are its own, whatever others have", "disable_padded_drafter_batch"),
+    _same("what a head has computed is never in the prefix cache", "disable_eagle_block_drop"),
+    _same("how tokens are drawn from logits changes no draft", "use_local_argmax_reduction"),
+    _same("no method here reads it", "dspark_draft_topk index_share_for_mtp_iteration"),
+    _same(
+        "how many tokens pay is measured: see adaptive",
+        "disable_by_batch_size enable_adaptive_verification num_speculative_tokens_per_batch_size",
+    ),
+    _same("drafts are drawn as the model's tokens are, with the same noise", "draft_sample_method"),
+    _same("log-probabilities are always the model's", "disable_logprobs"),
+    _same("there is one verifier", "disable_mqa_scorer"),
+    _same("metrics tell of drafts at every step", "disable_log_stats"),
+    _refused("a draft's keys and values are in the dtype of the model", "kv_cache_dtype", "auto"),
+    _refused("a draft is loaded as its target is", "draft_load_config"),
+    _refused("a draft must have its target's vocabulary", "use_heterogeneous_vocab"),
+    _refused("drafts are chains of tokens", "speculative_token_tree"),
+    _refused(
+        "every method here is exact",
+        "acceptance_method posterior_alpha posterior_threshold",
+        "rejection_sampler",
+    ),
+)
+"""By name, for the fields of `speculative_config`."""

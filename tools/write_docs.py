@@ -21,7 +21,7 @@ from octavo.config import EngineConfig, foreign_settings
 from octavo.config_options import only_note
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
-from octavo.vllm_names import FORMS, SAMPLING, SHORT, Foreign
+from octavo.vllm_names import DRAFTS, FORMS, SAMPLING, SHORT, Foreign
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- fields: begin (tools/write_docs.py) -->\n", "<!-- fields: end -->\n"
@@ -134,6 +134,7 @@ def vllm_page() -> str:
     parts = {
         "Engine": foreign_settings(EngineConfig),
         "`octavo serve`": foreign_settings(ServerConfig),
+        "`speculative_config`": DRAFTS,
         "`SamplingParams`": SAMPLING,
         "`StructuredOutputsParams`": FORMS,
     }

@@ -50,7 +50,8 @@ def eagle3_config(
 
     EAGLE's own and SpecForge's are Llama's with `draft_vocab_size`; speculators keeps Llama's (or Qwen3's,
     with norms of q and k) under `transformer_layer_config`. Ids of auxiliary layers name layers whose
-    *outputs* are read in SpecForge's, whose *inputs* in speculators'; without ids all mean the same three.
+    *outputs* are read in SpecForge's (under `eagle_config`), whose *inputs* in speculators' (beside the other
+    fields); without ids all mean the same three.
 
     Args:
         target: the model that it shall draft for.
@@ -128,8 +129,10 @@ def _check_target(config: Eagle3Config, target: ModelConfig, where: str) -> None
 
 def _aux_layers(raw: dict[str, Any], num_layers: int, entering: bool, where: str) -> tuple[int, ...]:
     """The layers whose inputs are read."""
-    nested = raw.get("eagle_config")
-    given = raw.get(_IDS) if entering else (nested or {}).get(_IDS) if isinstance(nested, dict) else None
+    nested, given = raw.get("eagle_config"), raw.get(_IDS)
+    entering = entering or given is not None  # vLLM reads them there, in whatever dialect, as inputs
+    if not entering and isinstance(nested, dict):
+        given = nested.get(_IDS)
     if given is None:
         ids = [2, num_layers // 2, num_layers - 3]
         if sorted(set(ids)) != ids:

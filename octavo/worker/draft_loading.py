@@ -15,6 +15,7 @@ from octavo.kv.format import KVGroup
 from octavo.kv.groups import page_bytes
 from octavo.models.config import ModelConfig
 from octavo.models.interface import CausalLM
+from octavo.models.json_file import read_json
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
@@ -82,12 +83,22 @@ def load_draft(
     """
     own = draft_settings(config, speculative)
     found = configured_model(own)
+    _refuse_head(found)
     architecture = load_model_config(found, config.model_impl)
     _check_vocabulary(config, own, source, target, found, architecture)
     mask_token = find_mask_token(found, architecture, speculative.method)
-    length = min(max_model_len, architecture.context_length)
+    length = min(max_model_len, architecture.context_length, speculative.max_model_len or max_model_len)
     model = fill_draft(config, own, found, architecture, dtype, device, length)
     return LoadedDraft(model, model.kv_groups(), length, found.name, mask_token)
+
+
+def _refuse_head(source: ModelSource) -> None:
+    path = source.path / "config.json"
+    if source.kind == "folder" and path.is_file() and read_json(path).get("draft_vocab_size") is not None:
+        raise ConfigError(
+            f"{source.name} is a head, which drafts from its target's hidden states and not alone: give "
+            "method='eagle3'"
+        )
 
 
 def find_mask_token(source: ModelSource, architecture: ModelConfig, method: str) -> int | None:

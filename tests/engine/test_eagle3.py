@@ -205,14 +205,25 @@ def test_the_usual_layers():
     target = SimpleNamespace(
         num_layers=32, hidden_size=64, vocab_size=tiny.VOCAB_SIZE, architecture="Llama", dtype="float32"
     )
+    name = "eagle_aux_hidden_state_layer_ids"
     for head, ids, want in (
         ("specforge", None, (2, 16, 29)), ("specforge", [1, 15, 28], (2, 16, 29)),
         ("speculators", None, (2, 16, 29)), ("speculators", [2, 16, 29], (2, 16, 29)),
     ):  # fmt: skip
         raw = dict(eagle3.DIALECTS[head].config)
-        name = "eagle_aux_hidden_state_layer_ids"
         if head == "specforge":
             raw["eagle_config"] = {name: ids}
         else:
             raw[name] = ids
         assert eagle3_config(raw, target, True).aux_layers == want
+    # Beside the other fields they are inputs, whoever wrote them.
+    raw = {**eagle3.DIALECTS["specforge"].config, name: [2, 16, 29], "eagle_config": {name: [0, 1, 2]}}
+    assert eagle3_config(raw, target, True).aux_layers == (2, 16, 29)
+
+
+@pytest.mark.parametrize("head", sorted(eagle3.DIALECTS))
+def test_a_head_is_no_draft_model(head: str):
+    config = {"method": "draft_model", "model": str(eagle3.head(head))}
+    with pytest.raises(OctavoError, match="is a head.*give method='eagle3'") as error:
+        make("llama", speculative_config=config)
+    assert "\n" not in str(error.value)

@@ -11,8 +11,8 @@ import torch
 
 from octavo import SamplingParams
 from tests import tiny
-from tests.engine.speculative_methods import METHODS, check_drafted, drafted, longer
-from tests.engine.test_llm_parity import GREEDY
+from tests.engine.speculative_methods import METHODS, check_drafted, config, drafted, longer
+from tests.engine.test_llm_parity import GREEDY, make
 from tests.tiny.variants import SPECIAL_TOKENS, VOCAB_SIZE
 
 LENGTH, NEW = 512, 256
@@ -129,13 +129,16 @@ def test_contexts_end_at_their_last_token(method: str):
         assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("stated", [False, True])
 @pytest.mark.parametrize("longest", [24, 60, 61])
-def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_can(longest: int):
-    """Requests begin within the draft's context and go on beyond it, or begin beyond it."""
+def test_a_draft_of_a_shorter_context_drafts_as_far_as_it_can(longest: int, stated: bool):
+    """Requests begin within the draft's context (its own, or `max_model_len`) and go on beyond it, or begin
+    beyond it."""
     params = GREEDY.clone(max_tokens=60)
     with drafted("draft_model", 0) as llm:
         plain = llm.generate(tiny.PROMPTS, params, use_tqdm=False)
-    with drafted("draft_model", 4, longest) as llm:
+    given = config("draft_model", 4, max_model_len=longest) if stated else config("draft_model", 4, longest)
+    with make("llama", speculative_config=given) as llm:
         outputs = llm.generate(tiny.PROMPTS, params, use_tqdm=False)
         stats = llm.stats()
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]

@@ -1,6 +1,8 @@
 """The settings of speculative decoding: how they are given, and what is refused by name."""
 
 import json
+import logging
+from dataclasses import fields
 
 import pytest
 
@@ -8,6 +10,7 @@ from octavo.cli.main import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.speculative_config import METHODS, SpeculativeConfig, plain, read_speculative_config
+from octavo.vllm_names import DRAFTS
 
 
 def test_given_as_fields_as_json_as_a_file_and_beside(tmp_path):
@@ -38,6 +41,8 @@ def test_given_as_fields_as_json_as_a_file_and_beside(tmp_path):
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob=1.5"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth=0"),
         ({"method": "pard"}, "needs a model"),
+        ({"method": "eagle3", "model": "x", "max_model_len": 100}, "method='eagle3' has no max_model_len"),
+        ({"method": "draft_model", "model": "x", "max_model_len": 0}, "max_model_len=0 is out of range"),
         ({"method": "eagle3", "model": "x", "parallel_drafting": True}, "has no parallel_drafting"),
         ({"num_speculative_tokens": 3}, "names no method"),
         ({}, "names no method"),
@@ -156,6 +161,47 @@ def test_parallel_drafts_under_both_names():
     assert EngineConfig(speculative_config={**given, "parallel_drafting": False}).speculative.method == (
         "draft_model"
     )
+
+
+# Of vLLM's SpeculativeConfig (0.6 to 0.14), but for what the engine itself fills in.
+VLLM_FIELDS = """
+num_speculative_tokens model method draft_tensor_parallel_size quantization max_model_len revision
+code_revision disable_by_batch_size disable_logprobs disable_mqa_scorer disable_padded_drafter_batch
+prompt_lookup_max prompt_lookup_min speculative_token_tree enforce_eager tensor_parallel_size moe_backend
+attention_backend kv_cache_dtype use_heterogeneous_vocab parallel_drafting suffix_decoding_max_tree_depth
+suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob
+draft_load_config rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length
+draft_sample_method acceptance_method posterior_threshold posterior_alpha disable_log_stats
+use_local_argmax_reduction num_speculative_tokens_per_batch_size
+""".split()
+
+
+def test_every_field_of_vllm_is_known():
+    ours = {spec.name for spec in fields(SpeculativeConfig)}
+    assert not ours & DRAFTS.keys()
+    assert [name for name in VLLM_FIELDS if name not in ours | DRAFTS.keys()] == []
+
+
+def test_fields_of_vllm_that_change_nothing_are_taken(caplog):
+    given = {"method": "eagle3", "model": "x", "num_speculative_tokens": 3}
+    with caplog.at_level(logging.WARNING):
+        taken = EngineConfig(
+            speculative_config={**given, "draft_tensor_parallel_size": 1, "kv_cache_dtype": "auto"}
+        )
+    assert taken.speculative == SpeculativeConfig("eagle3", 3, model="x")
+    assert "draft_tensor_parallel_size=1 changes nothing here" in caplog.text
+    with pytest.raises(ConfigError, match="use_heterogeneous_vocab=True is not supported: a draft must have"):
+        EngineConfig(speculative_config={**given, "use_heterogeneous_vocab": True})
+
+
+def test_a_model_called_so_is_a_head():
+    for model, method in (
+        ("org/EAGLE3-LLaMA3.1-8B", "eagle3"), ("eagle3/llama", "draft_model"), ("org/small", "draft_model")
+    ):  # fmt: skip
+        assert EngineConfig(speculative_model=model).speculative.method == method
+        assert EngineConfig(speculative_config={"model": model}).speculative.method == method
+    given = {"model": "org/eagle3", "method": "draft_model"}
+    assert EngineConfig(speculative_config=given).speculative.method == "draft_model"
 
 
 def test_two_values_of_one_field():
