@@ -241,6 +241,12 @@ def read_speculative_config(
         depth = values.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth)
         if values["method"] == "suffix" and isinstance(depth, int):
             values.setdefault("num_speculative_tokens", max(1, min(depth, MOST_DRAFTS)))
+        if values["method"] == "ngram":  # one bound makes room for itself, if the other isn't told
+            least, longest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+            if longest is None and isinstance(least, int):
+                values["prompt_lookup_max"] = max(least, SpeculativeConfig.prompt_lookup_max)
+            elif least is None and isinstance(longest, int):
+                values["prompt_lookup_min"] = max(1, min(longest, SpeculativeConfig.prompt_lookup_min))
         config: SpeculativeConfig = make_config(SpeculativeConfig, values)
         return config
     except ConfigError as error:

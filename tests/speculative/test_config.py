@@ -36,6 +36,8 @@ def test_given_as_fields_as_json_as_a_file_and_beside(tmp_path):
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         ({"method": "ngram", "num_speculative_tokens": "five"}, "num_speculative_tokens='five'"),
         ({"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 3}, "prompt_lookup_min=6"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max=0 is out of range"),
+        ({"method": "ngram", "prompt_lookup_min": 99}, "prompt_lookup_min=99 is out of range"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "method='suffix' has no prompt_lookup_max"),
         ({"method": "ngram", "suffix_decoding_min_token_prob": 0.5}, "or take suffix"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob=1.5"),
@@ -150,6 +152,22 @@ def test_suffix_drafts_as_many_tokens_as_it_looks_for():
     assert EngineConfig(speculative_config={"method": "suffix"}, num_speculative_tokens=6).speculative == (
         SpeculativeConfig("suffix", 6)
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ({}, (2, 5)),
+        (dict(prompt_lookup_max=1), (1, 1)),
+        (dict(prompt_lookup_max=4), (2, 4)),
+        (dict(prompt_lookup_min=8), (8, 8)),
+        (dict(prompt_lookup_min=3), (3, 5)),
+        (dict(prompt_lookup_min=3, prompt_lookup_max=9), (3, 9)),
+    ],
+)
+def test_one_bound_of_what_is_looked_up(given, bounds):
+    config = EngineConfig(speculative_config={"method": "ngram", **given}).speculative
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == bounds
 
 
 def test_parallel_drafts_under_both_names():
