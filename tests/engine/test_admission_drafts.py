@@ -125,7 +125,7 @@ def test_drafts_preempt_hardly_more_than_plain_decoding(load, fits: int):
     print(f"preemptions {counts[0]} -> {counts[1]}, steps {steps[0]} -> {steps[1]}")
     requests = 6 * len(made.texts)
     assert counts[1] <= counts[0] + 0.02 * requests
-    assert steps[1] < 0.75 * steps[0]
+    assert steps[1] < 0.85 * steps[0]
 
 
 @pytest.mark.parametrize(("num_free", "left"), [(0, [4, 1, 2, 1]), (1, [4, 4, 4, 1])])
