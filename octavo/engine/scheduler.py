@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from octavo.engine.draft_choice import choose_drafting
+from octavo.engine.drafting import Drafting
 from octavo.engine.followers import Followers
 from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.limits import SchedulerLimits
@@ -45,6 +46,8 @@ from octavo.kv.manager import KVManager, Prefix
 from octavo.messages import CoreOutput, CoreRequest, CoreStats
 from octavo.speculative.proposer import HostProposer
 from octavo.step_messages import Admission, StepPlan, StepResult
+
+_LOOK_AGAIN = 16  # steps, while drafts hold blocks
 
 
 class Scheduler:
@@ -364,6 +367,9 @@ class Scheduler:
 
     def _still_refused(self, request: Request) -> bool:
         """Whether a request found no room before, and nothing has made any since."""
+        drafts, again = self._draft_blocks, self._maker.next_id % _LOOK_AGAIN == 0
+        if again and drafts is not None and drafts.num_held:
+            return False  # those of requests that are drafted for no more would be given back
         order, *before, num_free = self._refused
         *now, free = self._room()
         return request.order == order and now == before and free <= num_free
@@ -480,12 +486,7 @@ class Scheduler:
         if (offloading := self.kv.offloading) is not None:
             offloading.step_ended(plan.step_id, result.copies_done, result.copies_failed, self.stats)
         if self.drafting is not None:
-            going = (self._slots.epoch[plan.slots] == step.epochs) & (result.num_tokens > 0)
-            self._outlook.pace.passed(plan.slots[going], result.num_tokens[going])
-        if plan.num_drafts is not None:
-            self._take_back(plan, step.epochs, result)
-        if result.drafted is not None and self.drafting is not None:
-            self.drafting.drafted(plan, self._slots.epoch[plan.slots] == step.epochs, result)
+            self._digest_drafts(self.drafting, plan, self._slots.epoch[plan.slots] == step.epochs, result)
         outputs = take_in(self._slots, plan, step.epochs, result, self.stats, self._finish)
         if self.kv.hasher is not None:
             left = plan.slots[self._slots.epoch[plan.slots] == step.epochs]
@@ -495,17 +496,18 @@ class Scheduler:
         self._trials.passed(plan, step.epochs)
         return outputs
 
-    def _take_back(self, plan: StepPlan, epochs: np.ndarray, result: StepResult) -> None:
-        """Drafts that did not stand are neither known nor computed."""
-        assert plan.num_drafts is not None and self.drafting is not None
-        live = self._slots.epoch[plan.slots] == epochs
-        wrong = plan.num_drafts + 1 - result.num_tokens
-        drafted = live & (plan.num_drafts > 0)
-        slots = plan.slots[drafted]
-        self._slots.num_tokens[slots] -= wrong[drafted]
-        self._slots.num_computed[slots] -= wrong[drafted]
-        self._slots.in_doubt[slots] -= plan.num_drafts[drafted]
-        self.drafting.judged(plan, live, result, self.stats)
+    def _digest_drafts(
+        self, drafting: Drafting, plan: StepPlan, live: np.ndarray, result: StepResult
+    ) -> None:
+        """Take back the drafts that did not stand, and learn what there is to learn."""
+        going = live & (result.num_tokens > 0)
+        self._outlook.pace.passed(plan.slots[going], result.num_tokens[going])
+        if plan.num_drafts is not None:
+            drafted = live & (plan.num_drafts > 0)
+            self._slots.take_back(plan.slots[drafted], plan.num_drafts[drafted], result.num_tokens[drafted])
+            drafting.judged(plan, live, result, self.stats)
+        if result.drafted is not None:
+            drafting.drafted(plan, live, result)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> list[CoreOutput]:
         """The first of these steps could not be computed, so that the later ones are void.

@@ -149,6 +149,19 @@ class Slots:
             call(request)
         request.slot = -1
 
+    def take_back(self, slots: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> None:
+        """Drafts were judged: those that did not stand are neither known nor computed.
+
+        Args:
+            slots: integer `[n]`, each once.
+            drafts: int32 `[n]`, how many there were.
+            counts: int32 `[n]`, tokens that the step yielded: the drafts that stood, and one.
+        """
+        wrong = drafts + 1 - counts
+        self.num_tokens[slots] -= wrong
+        self.num_computed[slots] -= wrong
+        self.in_doubt[slots] -= drafts
+
     def register(self, slots: np.ndarray, computed: np.ndarray, step: int) -> None:
         """Offer full blocks of known tokens to the prefix cache.
 

@@ -184,3 +184,31 @@ def test_requests_that_wait_get_blocks_that_drafts_hold():
     for name, length, count in (("a", 40, 18), ("b", 32, 20)):
         assert told[name] == sim.expected(list(range(length)), count)
     assert core.stats().num_preemptions == 0
+
+
+def test_requests_that_wait_get_blocks_in_which_nobody_drafts_any_more(monkeypatch: pytest.MonkeyPatch):
+    """Nobody leaves, and no block comes free by itself."""
+    monkeypatch.setattr(worker_drafting, "_IDLE", 4)
+    settings: dict[str, Any] = dict(
+        block_size=8, max_num_seqs=4, max_num_batched_tokens=64, look_ahead_admission=False
+    )
+    core, _ = pretend(random.Random(3), 20, shape=(1, 2), **settings)  # 2 pages for a draft block
+    blocks, drafting = core.scheduler._draft_blocks, core.scheduler.drafting
+    assert blocks is not None and drafting is not None
+    blocks.kept = 20
+    core.add(sim.request("a", list(range(26)), max_tokens=34))
+    for _ in range(3):
+        core.step()
+    core.add(sim.request("b", list(range(48)), max_tokens=12))
+    core.step()
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.draft_blocks_given_back) == (1, 1, 0)
+    assert stats.draft_blocks >= 8
+    monkeypatch.setattr(type(drafting), "_choose", lambda self, slots, able, known: 0 * known)
+    for _ in range(4 + 16):
+        core.step()
+        if core.stats().num_running == 2:
+            break
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (2, 0, 0)
+    assert stats.draft_blocks_given_back >= 8
