@@ -197,9 +197,9 @@ def test_requests_that_wait_get_blocks_in_which_nobody_drafts_any_more(monkeypat
     assert blocks is not None and drafting is not None
     blocks.kept = 20
     core.add(sim.request("a", list(range(26)), max_tokens=34))
-    for _ in range(3):
+    for _ in range(4):
         core.step()
-    core.add(sim.request("b", list(range(48)), max_tokens=12))
+    core.add(sim.request("b", list(range(100, 148)), max_tokens=12))
     core.step()
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.draft_blocks_given_back) == (1, 1, 0)
