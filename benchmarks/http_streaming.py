@@ -50,6 +50,7 @@ class _Engine:
         self.model_config = types.SimpleNamespace(vocab_size=1000)
         self.model_name = "fake"
         self.max_model_len = 4096
+        self.most_output_tokens = None
         self.cache_root = bytes(32)
         self.facts = types.SimpleNamespace(memory={}, summary={})
         self._chunks = chunks

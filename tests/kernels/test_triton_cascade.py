@@ -45,9 +45,10 @@ def attend(
     backend.plan(meta)
     plan = meta.plan
     assert isinstance(plan, _Plan) and plan.shared is not None
-    plan.shared.partials.fill_(float("nan"))
-    for part in plan.decodes:
-        part.partials.fill_(float("nan"))
+    with torch.inference_mode():  # an engine of this process may have made the scratch memory
+        plan.shared.partials.fill_(float("nan"))
+        for part in plan.decodes:
+            part.partials.fill_(float("nan"))
     return backend.attend(q, cache, meta)
 
 
