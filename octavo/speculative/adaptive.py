@@ -7,8 +7,8 @@ import numpy as np
 from octavo.speculative.acceptance import Acceptance
 from octavo.speculative.step_times import StepTimes
 
-_SHARE = 0.01  # of all time that may go into finding out whether drafts pay
-_MOST_CREDIT = 8.0  # steps' time; what a long time without trials saves up
+_SHARE = 0.004  # of all time that may go into finding out whether drafts pay
+_MOST_CREDIT = 4.0  # steps' time; what a long time without trials saves up
 _FADE = 0.1
 
 
@@ -16,8 +16,8 @@ class Adaptation:
     """Weighs the tokens that drafts are expected to yield against the time that their rows take.
 
     Where drafts don't pay, finding that out again costs time: proposals that nobody judges, and rows that are
-    judged to learn whether it is true yet. A hundredth of all time is set aside for that; while it is
-    used up, nothing is proposed.
+    judged to learn whether it is true yet. Four thousandths of all time are set aside for that; while they
+    are used up, nothing is proposed.
 
     Attributes:
         acceptance: what the verifier said.
