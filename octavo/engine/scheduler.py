@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from octavo.engine.admission import AdmissionControl
 from octavo.engine.draft_choice import choose_drafting
 from octavo.engine.drafting import Drafting
 from octavo.engine.followers import Followers
@@ -24,7 +25,6 @@ from octavo.engine.grammar_run import GrammarRun
 from octavo.engine.limits import SchedulerLimits
 from octavo.engine.loading import LoadingRequests
 from octavo.engine.micro_batches import MicroBatches
-from octavo.engine.outlook import Outlook
 from octavo.engine.request import Request, extras_of
 from octavo.engine.results import take_in
 from octavo.engine.sharing import give, share
@@ -42,12 +42,10 @@ from octavo.engine.tables import (
 )
 from octavo.engine.trials import TrialQueue, Trials
 from octavo.kv.draft_blocks import DraftBlocks
-from octavo.kv.manager import KVManager, Prefix
+from octavo.kv.manager import KVManager
 from octavo.messages import CoreOutput, CoreRequest, CoreStats
 from octavo.speculative.proposer import HostProposer
 from octavo.step_messages import Admission, StepPlan, StepResult
-
-_LOOK_AGAIN = 16  # steps, while drafts hold blocks
 
 
 class Scheduler:
@@ -79,22 +77,20 @@ class Scheduler:
         self.drafting = choose_drafting(limits, self._slots, proposer, draft_blocks, draft_max_model_len)
         self._loading = LoadingRequests()
         self._followers = Followers(self._slots, kv.block_size)
-        self._outlook = Outlook(kv, self._slots, self._loading)
         self._waiting = TrialQueue()
         self._trials = Trials(self._slots, self._waiting, self._loading, self._put_back)
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
-        self._turns = 0
-        # The first waiting request that found no room, and `_room` then.
-        self._refused = ((0, -1), 0, 0, 0)
         self._paused = False  # a request waits for blocks that copies under way hold
         self.stats = CoreStats(kv_blocks_total=kv.pool.num_blocks)
         self._maker = StepMaker(
             self._slots, kv, self.drafting, self.stats, limits.vocab_size, limits.find_shared_prefix
         )
         self._micro = MicroBatches(self._slots, limits.pipeline_stages)
-        # New requests leave a little room, so that running ones need not be preempted at once.
-        self._watermark = max(1, kv.pool.num_blocks // 100)
+        self._admission = AdmissionControl(
+            limits, kv, self._slots, self._waiting, self._loading, self._followers, draft_blocks,
+            self._give_back_drafts, self.stats,
+        )  # fmt: skip
 
     # ---- requests come and go -------------------------------------------------------------------
 
@@ -141,7 +137,7 @@ class Scheduler:
         self.stats.num_running = len(self._slots.running)
         self.stats.num_waiting = self._waiting.num_all + len(self._followers) + self._loading.num_live
         self.stats.draft_blocks = 0 if self._draft_blocks is None else self._draft_blocks.num_held
-        self.stats.kv_blocks_used = self._num_used() + self.stats.draft_blocks
+        self.stats.kv_blocks_used = self._admission.num_used() + self.stats.draft_blocks
         self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
         if offloading is not None:
             self.stats.host_blocks_total = offloading.tier.num_slots
@@ -189,8 +185,7 @@ class Scheduler:
         room = min(budget - 1 if (len(long) or others) and budget > 1 else budget, most_short)
         if len(short) > room:  # more than fit: those served longest ago
             short = short[np.argsort(self._slots.last_turn[run[short]], kind="stable")[:room]]
-            self._slots.last_turn[run[short]] = self._turns + np.arange(room)
-            self._turns += room
+            self._slots.take_turns(run[short])
         rows = np.zeros(len(run), np.int32)
         rows[short] = 1
         budget -= len(short)
@@ -211,10 +206,10 @@ class Scheduler:
         self._slots.register(
             run, self._slots.num_computed[run] + rows, self._maker.next_id
         )  # those admitted now may share them
-        admitted = [] if preempted else self._admit_loaded(budget)
+        admitted = [] if preempted else self._admission.admit_loaded(budget, self._maker.next_id)
         budget -= sum(count for _, count in admitted)
         if not preempted and not self._paused:
-            more = self._admit(budget)
+            more = self._admission.admit(budget, self._maker.next_id)
             budget -= sum(count for _, count in more)
             admitted += more
         idle = not admitted and not rows.any()
@@ -282,116 +277,6 @@ class Scheduler:
             keep_running(self._slots, updates)
         return preempted
 
-    def _admit(self, budget: int) -> list[tuple[Admission, int]]:
-        """Move waiting requests into slots, in order, while slots, blocks and budget last."""
-        admitted: list[tuple[Admission, int]] = []
-        most = self.limits.most_rows
-        size = self.kv.block_size
-        self._outlook.begin()
-        while budget > 0 and self._slots.num_free > self._loading.num_live and len(self._waiting):
-            request = self._waiting.peek()
-            if self._still_refused(request):
-                break
-            known = len(request.token_ids)
-            alone = not (len(self._slots.running) or self._loading.num_live)
-            if request.wants_prompt_logprobs:
-                prefix = self.kv.no_prefix()
-            elif self.kv.fetch(request.seq, request.token_ids, self.stats):
-                self._begin_loading(request, 0, 0)
-                continue
-            else:
-                prefix = self.kv.find_prefix(request.seq, request.token_ids, busy=not alone)
-            cached = prefix.num_blocks * size
-            if self.kv.shares and not request.wants_prompt_logprobs and self._followers.take(request, cached):
-                self._waiting.pop()
-                continue
-            count = min(known - cached, budget, most)
-            spare = 0 if alone else self._watermark
-            free = self.kv.num_free_after(prefix) - spare
-            lacking = self.kv.missing_at_most(prefix, known, count) - free
-            if lacking > 0 and (alone or self._foresees_room(request, prefix, count)):
-                free += self._give_back_drafts(lacking, may_draft=True)
-            while count and self.kv.missing_at_most(prefix, known, count) > free:
-                count //= 2  # windows need less room in smaller steps
-            if not count or not (alone or self._foresees_room(request, prefix, count)):
-                self._refused = (request.order, *self._room())
-                break
-            self._outlook.add(request)
-            self.kv.adopt(request.seq, prefix)
-            self.kv.grow(request.seq, cached + count, known)
-            if request.seq.waiter:
-                self._begin_loading(request, cached, prefix.on_device * size)
-                continue
-            self._waiting.pop()
-            admitted.append(self._take_in(request, cached, cached, count))
-            budget -= count
-        return admitted
-
-    def _admit_loaded(self, budget: int) -> list[tuple[Admission, int]]:
-        """Move requests into slots whose blocks have been copied; they hold all that they need for that."""
-        admitted: list[tuple[Admission, int]] = []
-        most = self.limits.most_rows
-        for request in self._loading.ready() if len(self._loading) else ():
-            found = request.num_found
-            count = min(len(request.token_ids) - found, budget, most)
-            if count <= 0:
-                break
-            end = self.kv.fit(request.seq, found + count)  # windows may get less, but what they began with
-            self.kv.grow(request.seq, end)
-            count = end - found
-            self._loading.remove(request)
-            admitted.append(self._take_in(request, found, request.num_on_device, count))
-            budget -= count
-        return admitted
-
-    def _take_in(self, request: Request, cached: int, on_device: int, count: int) -> tuple[Admission, int]:
-        """Enter a request into a slot and give it its first `count` rows, behind `cached` tokens."""
-        stats = self.stats
-        copied = cached - on_device
-        if request.num_cached >= 0:  # back after preemption, which is no hit
-            stats.resumed_by_copy += copied > 0
-            stats.resumed_by_compute += copied == 0
-        else:
-            request.num_cached = cached
-            request.metrics.scheduled_time = time.time()
-            if not request.wants_prompt_logprobs and self.kv.shares:
-                known = len(request.token_ids)
-                stats.prefix_cache_queries += known
-                stats.prefix_cache_hits += on_device
-                if self.kv.offloading is not None:
-                    stats.host_cache_queries += known - on_device
-                    stats.host_cache_hits += copied
-        admission = self._slots.enter(request, cached, self._turns)
-        self._slots.register(np.array([admission.slot]), np.array([cached + count]), self._maker.next_id)
-        return admission, count
-
-    def _still_refused(self, request: Request) -> bool:
-        """Whether a request found no room before, and nothing has made any since."""
-        drafts, again = self._draft_blocks, self._maker.next_id % _LOOK_AGAIN == 0
-        if again and drafts is not None and drafts.num_held:
-            return False  # those of requests that are drafted for no more would be given back
-        order, *before, num_free = self._refused
-        *now, free = self._room()
-        return request.order == order and now == before and free <= num_free
-
-    def _room(self) -> tuple[int, int, int]:
-        """What tells when room is made: requests that have left slots, and that are loading; free blocks."""
-        return self._slots.num_left, self._loading.num_live, self.kv.pool.num_free
-
-    def _foresees_room(self, request: Request, prefix: Prefix, count: int) -> bool:
-        """Whether the blocks of all running requests and this one will fit until they end, as expected."""
-        if not self.limits.look_ahead:
-            return True
-        taken = self.kv.pool.num_free - self.kv.num_free_after(prefix)
-        taken += self.kv.missing_at_most(prefix, len(request.token_ids), count)
-        return self._outlook.fits(request, self._num_used() + taken)
-
-    def _num_used(self) -> int:
-        """Blocks that requests hold, but for their drafts."""
-        offloading, drafts = self.kv.offloading, self._draft_blocks
-        copied = 0 if offloading is None else offloading.num_held()
-        return self.kv.pool.num_used - copied - (0 if drafts is None else drafts.num_held)
-
     def _give_back_drafts(self, count: int, may_draft: bool = False) -> int:
         """See `Drafting.give_back`."""
         freed = 0 if self.drafting is None else self.drafting.give_back(count, may_draft)
@@ -399,12 +284,6 @@ class Scheduler:
         return freed
 
     # ---- copies ---------------------------------------------------------------------------------
-
-    def _begin_loading(self, request: Request, found: int, on_device: int) -> None:
-        """The first waiting request waits for copies from here on (`found` 0: for reads from disk)."""
-        self._waiting.pop()
-        request.num_found, request.num_on_device = found, on_device
-        self._loading.add(request)
 
     def _settle(self) -> None:
         """Take back requests whose copies are through and that can't go on with what they brought."""
@@ -437,7 +316,7 @@ class Scheduler:
         request = live[-1]
         self._loading.give_up(request)
         self._count_preemption(request)
-        self._outlook.forecast.preempted()
+        self._admission.outlook.forecast.preempted()
         blocks = self.kv.num_own(request.seq)
         if not request.seq.waiter:
             self._settle()
@@ -501,7 +380,7 @@ class Scheduler:
     ) -> None:
         """Take back the drafts that did not stand, and learn what there is to learn."""
         going = live & (result.num_tokens > 0)
-        self._outlook.pace.passed(plan.slots[going], result.num_tokens[going])
+        self._admission.outlook.pace.passed(plan.slots[going], result.num_tokens[going])
         if plan.num_drafts is not None:
             drafted = live & (plan.num_drafts > 0)
             self._slots.take_back(plan.slots[drafted], plan.num_drafts[drafted], result.num_tokens[drafted])
@@ -516,7 +395,7 @@ class Scheduler:
         """
         self.kv.roll_back(min(step.plan.step_id for step in steps))
         culprit = self._trials.fail(steps[0].plan, steps[0].epochs)
-        self._refused = ((0, -1), 0, 0, 0)
+        self._admission.look_again()
         return [] if culprit is None else [self._finish(culprit, "error", error=message)]
 
     # ---- moving requests ------------------------------------------------------------------------
@@ -528,7 +407,7 @@ class Scheduler:
         position gives the same choice.
         """
         self._put_back(request)
-        self._outlook.forecast.preempted()
+        self._admission.outlook.forecast.preempted()
 
     def _put_back(self, request: Request) -> None:
         """Take a request out of its slot, free its blocks and queue it again."""
@@ -565,7 +444,7 @@ class Scheduler:
         used = len(request.token_ids) - request.prompt_len
         if used > 0:
             limit = request.max_total - request.prompt_len
-            self._outlook.forecast.ended(used, limit, request.ends_at_limit)
+            self._admission.outlook.forecast.ended(used, limit, request.ends_at_limit)
         del self._requests[request.core.request_id]
         now = time.time()
         request.metrics.last_token_time = request.metrics.finished_time = now

@@ -51,6 +51,7 @@ class Slots:
         self.max_total = np.zeros(num_slots, np.int32)
         self.ends_at_limit = np.zeros(num_slots, bool)
         self.last_turn = np.zeros(num_slots, np.int64)
+        self._turns = 0
         self.epoch = np.zeros(num_slots, np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
         self.masked = np.zeros(num_slots, bool)
@@ -86,7 +87,12 @@ class Slots:
         slot = request.slot
         return request.token_ids if slot < 0 else self.tokens[slot, : self.num_known[slot]]
 
-    def enter(self, request: Request, computed: int, turn: int) -> Admission:
+    def take_turns(self, slots: np.ndarray) -> None:
+        """Some are served, int64 `[n]`, one after the other."""
+        self.last_turn[slots] = self._turns + np.arange(len(slots))
+        self._turns += len(slots)
+
+    def enter(self, request: Request, computed: int) -> Admission:
         """Put a request into a free slot, `computed` of its tokens being in the cache already."""
         slot = request.slot = self._free.pop()
         tokens, core = request.token_ids, request.core
@@ -101,7 +107,7 @@ class Slots:
         self.prompt_len[slot] = request.prompt_len
         self.max_total[slot] = request.max_total
         self.ends_at_limit[slot] = request.ends_at_limit
-        self.last_turn[slot] = turn
+        self.last_turn[slot] = self._turns
         self.masked[slot] = request.grammar is not None
         self.held[slot] = False
         if request.grammar is not None:
