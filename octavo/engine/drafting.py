@@ -148,13 +148,13 @@ class HostDrafting(Drafting):
         if not self.awake or budget <= 0:
             return
         known = slots.num_known[run]
-        chosen = np.flatnonzero((rows == 1) & (slots.num_tokens[run] == known))
         room = slots.max_total[run] - known - 1
-        if not (room[chosen] > 0).any():
+        chosen = np.flatnonzero((rows == 1) & (slots.num_tokens[run] == known) & (room > 0))
+        if not len(chosen):
             return
         begin = time.thread_time()  # whatever else the machine does meanwhile
         counts, own = [], []
-        for i in chosen[room[chosen] > 0].tolist():
+        for i in chosen.tolist():
             slot = int(run[i])
             count = self._propose_one(slot, int(known[i]), min(self.most, int(room[i])))
             if count:

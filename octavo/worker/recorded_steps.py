@@ -70,7 +70,7 @@ class RecordedSteps:
         that is recorded overwrites them."""
         rows = len(inputs.token_ids)
         recorded = self._recorded.get(rows)
-        self.fresh = recorded is None and not self._refused
+        self.fresh = recorded is None
         if recorded is not None:
             recording, logits, self._model.aux_states = recorded
             recording.replay()

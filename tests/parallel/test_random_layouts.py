@@ -22,7 +22,7 @@ from tests import tiny
 from tests.engine.test_llm_parity import make
 from tests.parallel.thread_executor import ThreadRanksExecutor, thread_ranks  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("thread_ranks")
+pytestmark = pytest.mark.usefixtures("thread_ranks", "one_thread")
 
 TIE = 2e-3  # logits that are as near may fall either way
 CLOSE = 2e-3  # of log-probabilities
@@ -40,15 +40,6 @@ class Model:
     reference: Any
     folder: Path
     vocab: int
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Ranks whose operators spread over the same cores wait for each other's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw_model(draw: random.Random, tensor: int, stages: int, folder: Path) -> Model:

@@ -26,17 +26,8 @@ from tests.engine.test_llm_parity import GREEDY, expected, generate, make
 from tests.parallel.thread_executor import thread_ranks  # noqa: F401 (a fixture)
 from tests.tiny import eagle3
 
-pytestmark = pytest.mark.usefixtures("thread_ranks")
+pytestmark = pytest.mark.usefixtures("thread_ranks", "one_thread")
 VARIANTS = sorted(tiny.VARIANTS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Ranks whose operators spread over the same cores wait for each other's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 CPU = Machine("cpu", "this CPU", 1 << 40, 0)
