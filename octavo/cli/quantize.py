@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="An empty folder, or that of an unfinished run.",
     )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        default="auto",
+        help="Where numbers are rounded: cpu, cuda, cuda:1. Default: on a GPU if there is one.",
+    )
     parser.add_argument("--revision", metavar="REV", help="Branch, tag or commit of a model from the hub.")
     parser.add_argument("--download-dir", metavar="DIR", help="Where models of the hub are kept.")
     parser.add_argument("--hf-token", metavar="TOKEN", help="Token of the hub.")
@@ -77,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         download_dir=args.download_dir,
         hf_token=args.hf_token,
+        device=args.device,
         progress=not args.disable_tqdm,
     )
     print(folder)

@@ -17,6 +17,7 @@ from octavo.kernels.reference_lowbit import FP8, FP8_BLOCK, FP8_LARGEST
 from octavo.quantization.scheme import WeightScheme
 
 _STEP = 1 << 20  # numbers that are rounded at a time: 4 MiB as float32, few times that in all
+_GPU_STEP = 1 << 24  # on a GPU, where each operation has to be launched
 _HALF_RANGE = {"fp8": FP8_LARGEST, "int8": 127.5, "int4": 7.5}
 _GROUPS = (128, 64, 32)
 THOROUGH = tuple(round(1.08 - 0.02 * i, 2) for i in range(22))
@@ -120,7 +121,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _slices(weight: torch.Tensor, device: torch.device, multiple: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows in float32 on the device) of some rows at a time, but for the last a `multiple`."""
     rows, columns = weight.shape
-    step = max(1, _STEP // columns // multiple) * multiple
+    most = _STEP if device.type == "cpu" else _GPU_STEP
+    step = max(1, most // columns // multiple) * multiple
     for first in range(0, rows, step):
         part = weight[first : first + step]
         kept = torch.empty(part.shape, dtype=part.dtype, device=device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, first_line
 from octavo.models.json_file import read_json
 from octavo.models.locate import ModelSource, find_model
 from octavo.models.mapped_file import MappedFile
@@ -41,6 +41,7 @@ def oneshot(
     revision: str | None = None,
     download_dir: str | None = None,
     hf_token: str | None = None,
+    device: str = "auto",
     progress: bool = True,
 ) -> Path:
     """Write a model quantized by a recipe: standard compressed-tensors, which vLLM and Transformers read too.
@@ -54,6 +55,7 @@ def oneshot(
         recipe: a `QuantizationModifier`; or YAML, or the path of a file of it.
         output_dir: an empty folder, or one that will be made.
         revision, download_dir, hf_token: as the engine's settings.
+        device: where numbers are rounded: "cpu", "cuda", "cuda:1"; "auto": on a GPU if there is one.
         progress: show a bar on stderr when it is a terminal.
 
     Returns:
@@ -61,11 +63,12 @@ def oneshot(
 
     Raises:
         ConfigError: a recipe that is wrong or does not fit the model; an output folder that is in use, full
-            or cannot be written.
+            or cannot be written; a device that is not there.
         ModelError: a model that cannot be read, or that is quantized already.
     """
     modifier = read_recipe(recipe)
     config = modifier.config
+    where = rounding_device(device)
     source = find_model(
         str(model), revision=revision, download_dir=download_dir, token=hf_token, load_format="auto"
     )
@@ -77,7 +80,7 @@ def oneshot(
     state = Progress(folder, work.headers, entry)
     _check_space(work, state)
     try:
-        _write_weights(work, state, progress)
+        _write_weights(work, state, where, progress)
         _write_rest(source, work, entry, folder)
         text = recipe_text(modifier)
         (folder / "recipe.yaml").write_text(text, "utf-8")
@@ -103,8 +106,26 @@ def _check_space(work: Work, state: Progress) -> None:
         )
 
 
-def _write_weights(work: Work, state: Progress, progress: bool) -> None:
+def rounding_device(name: str) -> torch.device:
+    """The device of a name, "auto" included.
+
+    Raises:
+        ConfigError: no such device, or it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device={name!r} ({first_line(error)}): choose auto, cpu or cuda") from None
+    return device
+
+
+def _write_weights(work: Work, state: Progress, device: torch.device, progress: bool) -> None:
     from tqdm import tqdm
+
+    threads = torch.get_num_threads()
 
     total = sum(t.nbytes for header in work.headers for t in header.tensors.values())
     hidden = None if progress else True
@@ -120,7 +141,8 @@ def _write_weights(work: Work, state: Progress, progress: bool) -> None:
                 continue
             with SafetensorsWriter(state.folder / name, work.written[header.path]) as writer:
                 for tensor_name, tensor in _tensors(header):
-                    for key, value in _made(tensor_name, tensor, work).items():
+                    torch.set_num_threads(threads)  # which reading sets to one
+                    for key, value in _made(tensor_name, tensor, work, device).items():
                         writer.add(key, value)
                     bar.update(tensor.nbytes)
             state.finish(name)
@@ -137,7 +159,7 @@ def _tensors(header: SafetensorsHeader) -> Iterator[tuple[str, torch.Tensor]]:
         yield tensor.name, aligned.view(dtype).view(tensor.shape)
 
 
-def _made(name: str, tensor: torch.Tensor, work: Work) -> dict[str, torch.Tensor]:
+def _made(name: str, tensor: torch.Tensor, work: Work, device: torch.device) -> dict[str, torch.Tensor]:
     """What is written of a tensor."""
     rule: Rule | None = work.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if rule is None:
@@ -148,7 +170,7 @@ def _made(name: str, tensor: torch.Tensor, work: Work) -> dict[str, torch.Tensor
         tensor,
         rule.scheme,
         packed=rule.layout == "pack-quantized",
-        device=torch.device("cpu"),
+        device=device,
         scale_dtype=tensor.dtype,
         shares=THOROUGH,
     )

@@ -238,6 +238,33 @@ def test_a_recipe_that_does_not_fit(scheme: str, more: dict[str, Any], told: str
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", ""])
+def test_a_device_that_is_not_there(device: str, tmp_path: Path) -> None:
+    modifier = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    with pytest.raises(ConfigError, match=f"device='{device}' .*: choose auto, cpu or cuda"):
+        oneshot(source_folder(), modifier, tmp_path / "out", device=device, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_threads_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading files sets PyTorch to one thread; rounding has those that the process has."""
+    before, seen = torch.get_num_threads(), set()
+    plain = module.round_matrix
+
+    def counted(*args: Any, **more: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return plain(*args, **more)
+
+    monkeypatch.setattr(module, "round_matrix", counted)
+    torch.set_num_threads(3)
+    try:
+        make(tmp_path / "out", "W8A8")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {3}
+
+
 def test_models_and_folders_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is quantized already, by gptq"):
         make(tmp_path / "out", "W8A8", FOLDER / "gptq")
