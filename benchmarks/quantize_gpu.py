@@ -138,8 +138,8 @@ def main() -> None:
             "written_gb": sum(p.stat().st_size for p in target.glob("*.safetensors")) / 1e9,
         }
     print(
-        "{shape}, {scheme}: {seconds:.1f} s, {written_gb:.1f} GB written; host memory at most {resident_gb:.1f} GB "
-        "resident, {anonymous_gb:.1f} GB of it anonymous".format(**found)
+        "{shape}, {scheme}: {seconds:.1f} s, {written_gb:.1f} GB written; host memory at most "
+        "{resident_gb:.1f} GB resident, {anonymous_gb:.1f} GB of it anonymous".format(**found)
     )
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
