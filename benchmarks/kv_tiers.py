@@ -59,7 +59,7 @@ class Others:
     async def rate(
         self, beside: Iterable[list[int]], every: float, seconds: float
     ) -> tuple[float, list[float]]:
-        """Their tokens a second during `seconds`, and the times to the first token of requests beside them."""
+        """Their tokens a second for `seconds`, and times to the first token of requests beside them."""
         begin, before, tasks = time.perf_counter(), self.tokens, []
         for ids in beside:
             if time.perf_counter() - begin + every > seconds:
