@@ -185,9 +185,9 @@ def part(
 PARTS = ("repetitive", "random", "sweep")
 
 
-def write(name: str, lines: list[str]) -> None:
-    """Put a part's table into the page, between its comments."""
-    begin, end = f"<!-- {name}: begin (benchmarks/speculative.py) -->\n", f"<!-- {name}: end -->"
+def write(name: str, lines: list[str], program: str = "speculative.py") -> None:
+    """Put a part's table into the page, between its comments, which name the program it is of."""
+    begin, end = f"<!-- {name}: begin (benchmarks/{program}) -->\n", f"<!-- {name}: end -->"
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     _, found, tail = rest.partition(end)
     if not found:
