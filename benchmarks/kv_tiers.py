@@ -30,7 +30,7 @@ from octavo.bench.workloads import random_requests
 from octavo.sampling_params import RequestOutputKind
 
 GIB = 1 << 30
-GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 ENDING = 33  # tokens that each request has of its own
 ROUNDS = 3
 

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.gpu
 
 
 def made(folder: Path, scheme: str, device: str) -> dict[str, torch.Tensor]:
-    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"], **(
-        {"group_size": 32} if scheme == "W4A16" else {}
-    ))  # fmt: skip
+    size = 32 if scheme == "W4A16" else None
+    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"], group_size=size)
     oneshot(source_folder(scheme == "FP8_BLOCK"), recipe, folder, device=device, progress=False)
     return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
 

@@ -79,7 +79,7 @@ class SafetensorsWriter:
         self._file.seek(self._start + self._places.pop(name))
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         for first in range(0, len(raw), _CHUNK):
-            self._file.write(raw[first : first + _CHUNK].numpy())
+            self._file.write(raw[first : first + _CHUNK].numpy().tobytes())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
