@@ -17,7 +17,7 @@ from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
 
 MAX_ROWS = 4
-_PIECE = 1024  # bytes of a matrix row that are sent for at a time
+_PIECE = 2048  # bytes of a matrix row that are sent for at a time
 _GELU = {None: None, "silu": False, "gelu_tanh": True}
 
 
@@ -28,22 +28,18 @@ def _matrix_row(index, OUT: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(ptr, row_stride, tile, cols, wanted, IN: tl.constexpr, OUT: tl.constexpr,
-                  BLOCK_OUT: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
-                  GATED: tl.constexpr):  # fmt: skip
-    """Columns `cols` of a tile's rows; whatever is not `wanted` is not read, and may come as anything.
-
-    ALL_ROWS, ALL_COLS: none of them is out of bounds.
-    """
+def _load_weights(ptr, row_stride, tile, cols, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr,
+                  ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """Columns `cols` of a tile's rows. ALL_ROWS, ALL_COLS: none of them is out of bounds."""
     index = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = _matrix_row(index, OUT, GATED)
     at = ptr + row.to(tl.int64)[:, None] * row_stride + cols[None, :]
     if ALL_ROWS and ALL_COLS:
-        return tl.load(at, mask=wanted, eviction_policy="evict_first")
+        return tl.load(at, eviction_policy="evict_first")
     if ALL_COLS:
-        return tl.load(at, mask=(index < OUT)[:, None] & wanted, other=0.0, eviction_policy="evict_first")
+        return tl.load(at, mask=(index < OUT)[:, None], other=0.0, eviction_policy="evict_first")
     mask = (index < OUT)[:, None] & (cols < IN)[None, :]
-    return tl.load(at, mask=mask & wanted, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -68,19 +64,47 @@ def _load_stream(x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row: tl.c
 
 
 @triton.jit
-def _load_norm(ptr, cols, wanted, IN: tl.constexpr, ALL_COLS: tl.constexpr):
+def _load_norm(ptr, cols, IN: tl.constexpr, ALL_COLS: tl.constexpr):
     if ALL_COLS:
-        return tl.load(ptr + cols, mask=wanted)
-    return tl.load(ptr + cols, mask=(cols < IN) & wanted, other=0.0)
+        return tl.load(ptr + cols)
+    return tl.load(ptr + cols, mask=cols < IN, other=0.0)
 
 
 @triton.jit
-def _sum_by_8(x):
-    """Sums of 8 neighbours, which a lane loads as one: `[..., n]` to `[..., n / 8]`."""
+def _sum_by(x, LANES: tl.constexpr):
+    """Sums of as many neighbours, which a lane loads as one: `[..., n]` to `[..., n / LANES]`."""
     if len(x.shape) == 1:
-        return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8]), axis=1)
+        return tl.sum(tl.reshape(x, [x.shape[0] // LANES, LANES]), axis=1)
     else:
-        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), axis=2)
+        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES]), axis=2)
+
+
+@triton.jit
+def _here(OVERLAP: tl.constexpr):
+    """-1, of which the compiler does not know before this place: what needs it cannot be moved ahead."""
+    if OVERLAP:
+        return tl.inline_asm_elementwise(
+            "activemask.b32 $0; // dummy", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return -1
+
+
+@triton.jit
+def _products(w, x, here, DTYPE: tl.constexpr):
+    """Sums over 8 neighbours of products with a row `x`, float32: `[outputs, inputs / 8]`. Weights that come
+    as int32 are pairs of DTYPE. `here` is -1."""
+    if w.dtype == tl.int32:
+        if DTYPE == tl.bfloat16:
+            even = (w << (here & 16)).to(tl.float32, bitcast=True)
+            odd = (w & (here << 16)).to(tl.float32, bitcast=True)
+        else:
+            even = (w & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            odd = (w >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        return _sum_by(even * x_even[None, :] + odd * x_odd[None, :], 4)
+    else:
+        return _sum_by(w.to(tl.float32) * x[None, :], 8)
 
 
 @triton.jit
@@ -160,8 +184,8 @@ def _stepping_kernel(
     """Program p: tile p of all rows, in steps of BLOCK_IN inputs. Sums stay per lane until the end.
 
     The weights of DEPTH steps have registers of their own, which are filled again as soon as they are summed.
-    The loop goes through them by name: moving what is still being loaded from one to the next would wait
-    for it.
+    The loop goes through them by name, as moving what is still being loaded would wait for it. For the same
+    reason they are whole registers: two weights as an int32 where that is possible.
 
     A norm's factor, one number a row, is applied to the sums: it is known when the last step is done.
     Each row has accumulators of its own, as a third dimension would be laid out in another way than the
@@ -172,32 +196,33 @@ def _stepping_kernel(
     ALL_ROWS: tl.constexpr = OUT % BLOCK_OUT == 0
     ALL_COLS: tl.constexpr = IN % (DEPTH * BLOCK_IN) == 0
     GATED: tl.constexpr = GELU is not None
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    # Of a matrix that comes in pairs, words.
+    UNIT: tl.constexpr = 2 if weight_ptr.dtype.element_ty == tl.int32 else 1
+    STEP: tl.constexpr = BLOCK_IN // UNIT
+    SIZE: tl.constexpr = IN // UNIT
+    words = tl.arange(0, STEP)
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
     held = ()
-    factors = ()
     for slot in tl.static_range(DEPTH):
-        first = slot * BLOCK_IN + lanes
-        w = _load_weights(
-            weight_ptr, weight_row, tile, first, True, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
+        first = _load_weights(
+            weight_ptr, weight_row, tile, slot * STEP + words, SIZE, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
         )
-        held = held + (w,)  # type: ignore[assignment]
-        if NORM:
-            factors = factors + (_load_norm(norm_ptr, first, True, IN, ALL_COLS),)  # type: ignore[assignment]
+        held = held + (first,)  # type: ignore[assignment]
     if AHEAD > 0 and OVERLAP:
         _send_ahead(
-            weight_ptr, weight_row, tile, IN, OUT, BLOCK_OUT, BLOCK_IN, TILES, DEPTH, AHEAD, WAVE, PIECE,
+            weight_ptr, weight_row, tile, SIZE, OUT, BLOCK_OUT, STEP, TILES, DEPTH, AHEAD, WAVE, PIECE,
             LANES, GATED,
         )  # fmt: skip
     sums = (tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32),) * ROWS
     squares = (tl.zeros([BLOCK_IN // 8], tl.float32),) * ROWS
     wait_for_previous(OVERLAP)
-    for start in range(0, IN, DEPTH * BLOCK_IN):
-        next_held = ()
-        next_factors = ()
+    for step in range(0, tl.cdiv(IN, BLOCK_IN), DEPTH):
+        xs = ()
         for slot in tl.static_range(DEPTH):
-            cols = start + slot * BLOCK_IN + lanes
-            wide = held[slot].to(tl.float32)
-            new_sums = ()
+            cols = (step + slot) * BLOCK_IN + lanes
+            if NORM:
+                factor = _load_norm(norm_ptr, cols, IN, ALL_COLS).to(tl.float32)
             new_squares = ()
             for row in tl.static_range(ROWS):
                 x = _load_stream(
@@ -205,23 +230,29 @@ def _stepping_kernel(
                     HAS_RESIDUAL,
                 )  # fmt: skip
                 if NORM:
-                    new_squares = new_squares + (squares[row] + _sum_by_8(x * x),)  # type: ignore[assignment]
-                    x = x * factors[slot].to(tl.float32)
-                new_sums = new_sums + (sums[row] + _sum_by_8(wide * x[None, :]),)  # type: ignore[assignment]
-            sums = new_sums
-            later = cols + DEPTH * BLOCK_IN
-            wanted = start + (slot + DEPTH) * BLOCK_IN < IN
-            next_w = _load_weights(
-                weight_ptr, weight_row, tile, later, wanted, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
-            )
-            next_held = next_held + (next_w,)  # type: ignore[assignment]
+                    new_squares = new_squares + (squares[row] + _sum_by(x * x, 8),)  # type: ignore[assignment]
+                    x = x * factor
+                xs = xs + (x,)  # type: ignore[assignment]
             if NORM:
                 squares = new_squares
-                factor = _load_norm(norm_ptr, later, wanted, IN, ALL_COLS)
-                next_factors = next_factors + (factor,)  # type: ignore[assignment]
+        next_held = ()
+        for slot in tl.static_range(DEPTH):
+            w = held[slot]
+            here = _here(OVERLAP)
+            new_sums = ()
+            for row in tl.static_range(ROWS):
+                x = xs[slot * ROWS + row]
+                new_sums = new_sums + (sums[row] + _products(w, x, here, DTYPE),)  # type: ignore[assignment]
+            sums = new_sums
+            later = step + slot + DEPTH
+            # A branch, so that the compiler leaves the load here, ahead of the next slot's sums.
+            if later * BLOCK_IN < IN:
+                w = _load_weights(
+                    weight_ptr, weight_row, tile, later * STEP + words, SIZE, OUT, BLOCK_OUT, ALL_ROWS,
+                    ALL_COLS, GATED,
+                )  # fmt: skip
+            next_held = next_held + (w,)  # type: ignore[assignment]
         held = next_held
-        if NORM:
-            factors = next_factors
     for row in tl.static_range(ROWS):
         result = tl.sum(sums[row], axis=1)
         if NORM:
@@ -250,14 +281,14 @@ def _resident_kernel(
     ALL_COLS: tl.constexpr = IN == BLOCK_IN
     GATED: tl.constexpr = GELU is not None
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
-    w = _load_weights(weight_ptr, weight_row, tile, cols, True, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
+    w = _load_weights(weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
     if AHEAD > 0 and OVERLAP:
         _send_ahead(
             weight_ptr, weight_row, tile, IN, OUT, BLOCK_OUT, BLOCK_IN, TILES, DEPTH, AHEAD, WAVE, PIECE,
             LANES, GATED,
         )  # fmt: skip
     if NORM:
-        factor = _load_norm(norm_ptr, cols, True, IN, ALL_COLS)
+        factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
     wait_for_previous(OVERLAP)
     rows = ()
     scales = ()
@@ -274,7 +305,7 @@ def _resident_kernel(
         if step + 1 < TILES:  # past the last tile nothing is read
             following = tile + tl.num_programs(0)
             w = _load_weights(
-                weight_ptr, weight_row, following, cols, True, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
+                weight_ptr, weight_row, following, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
             )
         for row in tl.static_range(ROWS):
             result = tl.sum(wide * rows[row][None, :], axis=1)
@@ -337,6 +368,12 @@ def _is_aligned(weight: torch.Tensor) -> bool:
     return all(n % 16 == 0 for n in (weight.data_ptr(), weight.stride(0) * size, weight.shape[1] * size))
 
 
+def _in_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix of 2-byte elements as int32, `[out, in / 2]`, if its rows can be read so; else as it is."""
+    evenly = weight.data_ptr() % 4 == 0 and weight.stride(0) % 2 == 0 and weight.shape[1] % 2 == 0
+    return weight.view(torch.int32) if weight.element_size() == 2 and evenly else weight
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -372,18 +409,19 @@ def _launch(
     # Tensors that a variant has no use for are stood in for by others.
     stream = torch.empty((rows, size_in), dtype=x.dtype, device=x.device) if residual is not None else x
     added = x if residual is None else residual
+    matrix = weight if resident else _in_pairs(weight)
     (_resident if resident else _stepping)(
         (ceil_div(size_out, cut.outputs * cut.tiles), 1, 1),
         (
             x,
             added,
             weight if norm is None else norm,
-            weight,
+            matrix,
             weight if bias is None else bias,
             out,
             stream,
         ),
-        (x.stride(0), added.stride(0), weight.stride(0)),
+        (x.stride(0), added.stride(0), matrix.stride(0)),
         (eps,),
         (
             rows,
