@@ -237,7 +237,7 @@ def _stepping_kernel(
                 squares = new_squares
         next_held = ()
         for slot in tl.static_range(DEPTH):
-            w = held[slot]
+            w = held[slot]  # type: ignore[var-annotated]
             here = _here(OVERLAP)
             new_sums = ()
             for row in tl.static_range(ROWS):
