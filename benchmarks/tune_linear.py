@@ -174,14 +174,19 @@ def skinny_cuts(rows: int, shape: Shape, multiprocessors: int) -> Iterator[Skinn
 
 
 def few_rows_cuts(shape: Shape) -> list[tuple[int, ...]]:
-    """Outputs, inputs, warps, tiles: in steps, and with the rows kept in registers."""
+    """As in `FewRowsConfig`, without trailing defaults: in steps, of which one or several are held, and with
+    the rows kept in registers. What is to be had by sending for weights while attention runs does not show
+    here, where a norm comes before."""
     width = power_of_2(shape.size_in)
     step = min(1024, width)
-    cuts = [(2, step, 4), (4, step, 4), (8, min(512, step), 4), (4, min(2048, width), 8)]
+    half = min(512, step)
+    cuts: list[tuple[int, ...]] = [(2, step, 4), (4, step, 4), (8, half, 4), (4, min(2048, width), 8)]
+    if width > 1024:
+        cuts += [(4, step, 4, 1, 2), (8, step, 4, 1, 2), (8, half, 2, 1, 4), (8, step, 4, 1, 1, 3)]
     if width <= 4096:
         warps = max(1, min(8, width // 512))
         cuts += [(2, width, warps), (4, width, warps), (4, width, warps, 2)]
-    return list(dict.fromkeys((*cut, 1)[:4] for cut in cuts))
+    return list(dict.fromkeys(cut if len(cut) > 3 else (*cut, 1) for cut in cuts))
 
 
 def product(choice: Choice, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:

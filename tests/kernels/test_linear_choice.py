@@ -51,10 +51,10 @@ def test_look_up(rows: int, shape: Shape, want: Choice | None) -> None:
 
 def test_a_cut_for_longer_rows_is_fitted() -> None:
     """As what a tensor-parallel rank has of a matrix: half of its inputs."""
-    measured = Choice("few_rows", (2, 4096, 8, 1, 660))
+    measured = Choice("few_rows", (2, 4096, 8, 1, 1, 3, 660))
     table = {Shape(4096, 4096, False): {1: measured, 8: SKINNY}}
     assert linear_choice.look_up(table, 1, Shape(4096, 4096, False)) == measured
-    fitted = Choice("few_rows", (4, 2048, 8, 1, 660))
+    fitted = Choice("few_rows", (4, 2048, 8, 1, 1, 3, 660))
     assert linear_choice.look_up(table, 1, Shape(2048, 4096, False)) == fitted
     assert linear_choice.look_up(table, 1, Shape(7168, 4096, False)) == measured
     assert linear_choice.look_up(table, 8, Shape(2048, 4096, False)) == SKINNY

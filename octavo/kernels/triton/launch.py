@@ -46,9 +46,11 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(at, size):
-    """Sends for `size` bytes (a multiple of 16) at each of these addresses (likewise) into the L2 cache."""
+    """Sends for `size` bytes (a multiple of 16, or 0) at each of these addresses (likewise) into the L2
+    cache."""
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

@@ -17,18 +17,22 @@ from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
 
 MAX_ROWS = 4
+_PIECE = 2048  # bytes of a matrix row that are sent for at a time
 _GELU = {None: None, "silu": False, "gelu_tanh": True}
+
+
+@triton.jit
+def _matrix_row(index, OUT: tl.constexpr, GATED: tl.constexpr):
+    """Which row of the matrix an output comes of: of a gated matrix, rows of the two halves by turns."""
+    return index // 2 + index % 2 * (OUT // 2) if GATED else index
 
 
 @triton.jit
 def _load_weights(ptr, row_stride, tile, cols, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr,
                   ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Columns `cols` of a tile's rows: of a gated matrix, rows of the two halves by turns.
-
-    ALL_ROWS, ALL_COLS: none of them is out of bounds.
-    """
+    """Columns `cols` of a tile's rows. ALL_ROWS, ALL_COLS: none of them is out of bounds."""
     index = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    row = index // 2 + index % 2 * (OUT // 2) if GATED else index
+    row = _matrix_row(index, OUT, GATED)
     at = ptr + row.to(tl.int64)[:, None] * row_stride + cols[None, :]
     if ALL_ROWS and ALL_COLS:
         return tl.load(at, eviction_policy="evict_first")
@@ -67,12 +71,40 @@ def _load_norm(ptr, cols, IN: tl.constexpr, ALL_COLS: tl.constexpr):
 
 
 @triton.jit
-def _sum_by_8(x):
-    """Sums of 8 neighbours, which a lane loads as one: `[..., n]` to `[..., n / 8]`."""
+def _sum_by(x, LANES: tl.constexpr):
+    """Sums of as many neighbours, which a lane loads as one: `[..., n]` to `[..., n / LANES]`."""
     if len(x.shape) == 1:
-        return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8]), axis=1)
+        return tl.sum(tl.reshape(x, [x.shape[0] // LANES, LANES]), axis=1)
     else:
-        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), axis=2)
+        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES]), axis=2)
+
+
+@triton.jit
+def _here(OVERLAP: tl.constexpr):
+    """-1, of which the compiler does not know before this place: what needs it cannot be moved ahead."""
+    if OVERLAP:
+        return tl.inline_asm_elementwise(
+            "activemask.b32 $0; // dummy", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return -1
+
+
+@triton.jit
+def _products(w, x, here, DTYPE: tl.constexpr):
+    """Sums over 8 neighbours of products with a row `x`, float32: `[outputs, inputs / 8]`. Weights that come
+    as int32 are pairs of DTYPE. `here` is -1."""
+    if w.dtype == tl.int32:
+        if DTYPE == tl.bfloat16:
+            even = (w << (here & 16)).to(tl.float32, bitcast=True)
+            odd = (w & (here << 16)).to(tl.float32, bitcast=True)
+        else:
+            even = (w & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            odd = (w >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        return _sum_by(even * x_even[None, :] + odd * x_odd[None, :], 4)
+    else:
+        return _sum_by(w.to(tl.float32) * x[None, :], 8)
 
 
 @triton.jit
@@ -93,19 +125,50 @@ def _store_results(result, bias_ptr, out_ptr, row: tl.constexpr, tile, OUT: tl.c
         tl.store(out_ptr + row * OUT + index, result.to(dtype), mask=index < OUT)
 
 
+@triton.constexpr_function
+def _pieces(row_bytes: int, rows: int, piece: int, lanes: int) -> int:
+    """In how many pieces a row is sent for: of about `piece` bytes, and no more than there are lanes."""
+    return max(1, min(row_bytes // piece, lanes // rows))
+
+
+@triton.jit
+def sent_pieces(
+    tile, weight_row, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
+    LANES: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Where in a matrix (in elements of SIZE bytes) each lane's piece of columns FIRST … FIRST + COLUMNS of a
+    tile's rows begins, and how many bytes it has: a multiple of 16, or 0."""
+    PIECES: tl.constexpr = _pieces(COLUMNS * SIZE, BLOCK_OUT, PIECE, LANES)
+    BYTES: tl.constexpr = COLUMNS * SIZE // PIECES // 16 * 16
+    lane = tl.arange(0, LANES)
+    index = tile * BLOCK_OUT + lane % BLOCK_OUT
+    piece = lane // BLOCK_OUT
+    at = _matrix_row(index, OUT, GATED).to(tl.int64) * weight_row + (FIRST + piece * (BYTES // SIZE))
+    return at, tl.where((piece < PIECES) & (index < OUT), BYTES, 0)
+
+
 @triton.jit
 def _send_ahead(
-    weight_ptr, weight_row, tile, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
+    weight_ptr, weight_row, tile, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    WAVE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Sends for the matrix rows of tiles AHEAD, 2 AHEAD and 3 AHEAD places on, which follow each other."""
-    piece = BLOCK_OUT * weight_row * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8) // LANES // 16 * 16
-    lane = tl.arange(0, LANES)
-    for step in tl.static_range(1, 4):
-        first = (tile + step * AHEAD) * BLOCK_OUT
-        if (first + BLOCK_OUT <= OUT) & (piece > 0):
-            at = (weight_ptr + first.to(tl.int64) * weight_row).to(tl.int64)
-            prefetch_l2(at + lane * piece, piece)
+    """Sends for what follows a program's first weights into the L2: see `FewRowsConfig`."""
+    SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if WAVE > 0 or TILES > 1:
+        places = WAVE if WAVE > 0 else tl.num_programs(0)
+        if tile < places:
+            for step in tl.static_range(1, AHEAD + 1):
+                at, size = sent_pieces(
+                    tile + step * places, weight_row, 0, IN, SIZE, PIECE, LANES, OUT, BLOCK_OUT, GATED
+                )
+                prefetch_l2((weight_ptr + at).to(tl.int64), size)
+    elif DEPTH * BLOCK_IN < IN:
+        COLUMNS: tl.constexpr = min(AHEAD * BLOCK_IN, IN - DEPTH * BLOCK_IN)
+        at, size = sent_pieces(
+            tile, weight_row, DEPTH * BLOCK_IN, COLUMNS, SIZE, PIECE, LANES, OUT, BLOCK_OUT, GATED
+        )
+        prefetch_l2((weight_ptr + at).to(tl.int64), size)
 
 
 @triton.jit
@@ -113,12 +176,16 @@ def _stepping_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, stream_ptr,
     x_row, residual_row, weight_row, eps,
     ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr, WAVE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program p: tile p of all rows, in steps of BLOCK_IN inputs. Sums stay per lane until the end.
+
+    The weights of DEPTH steps have registers of their own, which are filled again as soon as they are summed.
+    The loop goes through them by name, as moving what is still being loaded would wait for it. For the same
+    reason they are whole registers: two weights as an int32 where that is possible.
 
     A norm's factor, one number a row, is applied to the sums: it is known when the last step is done.
     Each row has accumulators of its own, as a third dimension would be laid out in another way than the
@@ -127,39 +194,65 @@ def _stepping_kernel(
     tile = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_IN)
     ALL_ROWS: tl.constexpr = OUT % BLOCK_OUT == 0
-    ALL_COLS: tl.constexpr = IN % BLOCK_IN == 0
+    ALL_COLS: tl.constexpr = IN % (DEPTH * BLOCK_IN) == 0
     GATED: tl.constexpr = GELU is not None
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    # Of a matrix that comes in pairs, words.
+    UNIT: tl.constexpr = 2 if weight_ptr.dtype.element_ty == tl.int32 else 1
+    STEP: tl.constexpr = BLOCK_IN // UNIT
+    SIZE: tl.constexpr = IN // UNIT
+    words = tl.arange(0, STEP)
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
-    w = _load_weights(weight_ptr, weight_row, tile, lanes, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
+    held = ()
+    for slot in tl.static_range(DEPTH):
+        first = _load_weights(
+            weight_ptr, weight_row, tile, slot * STEP + words, SIZE, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
+        )
+        held = held + (first,)  # type: ignore[assignment]
     if AHEAD > 0 and OVERLAP:
-        _send_ahead(weight_ptr, weight_row, tile, OUT, BLOCK_OUT, AHEAD, LANES)
-    if NORM:
-        factor = _load_norm(norm_ptr, lanes, IN, ALL_COLS)
+        _send_ahead(
+            weight_ptr, weight_row, tile, SIZE, OUT, BLOCK_OUT, STEP, TILES, DEPTH, AHEAD, WAVE, PIECE,
+            LANES, GATED,
+        )  # fmt: skip
     sums = (tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32),) * ROWS
     squares = (tl.zeros([BLOCK_IN // 8], tl.float32),) * ROWS
     wait_for_previous(OVERLAP)
-    for start in range(0, IN, BLOCK_IN):
-        cols = start + lanes
-        if start > 0:
-            w = _load_weights(
-                weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED
-            )
+    for step in range(0, tl.cdiv(IN, BLOCK_IN), DEPTH):
+        xs = ()
+        for slot in tl.static_range(DEPTH):
+            cols = (step + slot) * BLOCK_IN + lanes
             if NORM:
-                factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
-        wide = w.to(tl.float32)
-        new_sums = ()
-        new_squares = ()
-        for row in tl.static_range(ROWS):
-            x = _load_stream(
-                x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row, cols, IN, ALL_COLS, HAS_RESIDUAL
-            )
+                factor = _load_norm(norm_ptr, cols, IN, ALL_COLS).to(tl.float32)
+            new_squares = ()
+            for row in tl.static_range(ROWS):
+                x = _load_stream(
+                    x_ptr, residual_ptr, stream_ptr, x_row, residual_row, row, cols, IN, ALL_COLS,
+                    HAS_RESIDUAL,
+                )  # fmt: skip
+                if NORM:
+                    new_squares = new_squares + (squares[row] + _sum_by(x * x, 8),)  # type: ignore[assignment]
+                    x = x * factor
+                xs = xs + (x,)  # type: ignore[assignment]
             if NORM:
-                new_squares = new_squares + (squares[row] + _sum_by_8(x * x),)  # type: ignore[assignment]
-                x = x * factor.to(tl.float32)
-            new_sums = new_sums + (sums[row] + _sum_by_8(wide * x[None, :]),)  # type: ignore[assignment]
-        sums = new_sums
-        if NORM:
-            squares = new_squares
+                squares = new_squares
+        next_held = ()
+        for slot in tl.static_range(DEPTH):
+            w = held[slot]  # type: ignore[var-annotated]
+            here = _here(OVERLAP)
+            new_sums = ()
+            for row in tl.static_range(ROWS):
+                x = xs[slot * ROWS + row]
+                new_sums = new_sums + (sums[row] + _products(w, x, here, DTYPE),)  # type: ignore[assignment]
+            sums = new_sums
+            later = step + slot + DEPTH
+            # A branch, so that the compiler leaves the load here, ahead of the next slot's sums.
+            if later * BLOCK_IN < IN:
+                w = _load_weights(
+                    weight_ptr, weight_row, tile, later * STEP + words, SIZE, OUT, BLOCK_OUT, ALL_ROWS,
+                    ALL_COLS, GATED,
+                )  # fmt: skip
+            next_held = next_held + (w,)  # type: ignore[assignment]
+        held = next_held
     for row in tl.static_range(ROWS):
         result = tl.sum(sums[row], axis=1)
         if NORM:
@@ -172,8 +265,8 @@ def _resident_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, stream_ptr,
     x_row, residual_row, weight_row, eps,
     ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr, WAVE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +283,10 @@ def _resident_kernel(
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
     w = _load_weights(weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
     if AHEAD > 0 and OVERLAP:
-        _send_ahead(weight_ptr, weight_row, tile, OUT, BLOCK_OUT, AHEAD, LANES)
+        _send_ahead(
+            weight_ptr, weight_row, tile, IN, OUT, BLOCK_OUT, BLOCK_IN, TILES, DEPTH, AHEAD, WAVE, PIECE,
+            LANES, GATED,
+        )  # fmt: skip
     if NORM:
         factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
     wait_for_previous(OVERLAP)
@@ -230,19 +326,24 @@ class FewRowsConfig(NamedTuple):
         outputs: rows of the matrix that a program multiplies at a time (of a gated one, half of them of
             each half), a power of 2.
         inputs: columns of a step, a power of 2. At least as many as the matrix has: the program keeps the
-            rows in registers, for all its tiles.
+            rows in registers, for all its tiles; else it goes through them in steps.
         warps: of a program.
         tiles: how many times `outputs` a program multiplies; above 1 only where it keeps the rows.
-        ahead: about how many programs the device holds at once: each also sends for the weights of the
-            programs that many places behind it, into the L2. For a product whose kernel ahead leaves the
-            memory idle, and so only where `tiles` is 1 and there is no activation; 0: none.
+        depth: how many steps' weights a program has in registers or on their way there.
+        ahead: how many pieces behind its first ones a program sends for, into the L2, before it waits for the
+            kernel ahead: of its own steps or, if it has several, tiles. Where that kernel leaves the memory
+            idle.
+        wave: about how many programs the device holds at once. If above 0 (and `tiles` is 1), these send for
+            `ahead` tiles of later programs instead, those `wave`, 2 `wave`, … places behind them.
     """
 
     outputs: int
     inputs: int
     warps: int
     tiles: int = 1
+    depth: int = 1
     ahead: int = 0
+    wave: int = 0
 
 
 def few_rows_config(
@@ -261,10 +362,16 @@ def few_rows_config(
     return FewRowsConfig(outputs, min(1024, width), 4)
 
 
-def _is_packed(weight: torch.Tensor) -> bool:
-    """Whether a matrix's rows follow each other, at addresses that the L2's prefetch takes."""
-    row = weight.stride(0) * weight.element_size()
-    return weight.stride(0) == weight.shape[1] and row % 16 == 0 and weight.data_ptr() % 16 == 0
+def _is_aligned(weight: torch.Tensor) -> bool:
+    """Whether a matrix's rows begin and end at addresses that the L2's prefetch takes."""
+    size = weight.element_size()
+    return all(n % 16 == 0 for n in (weight.data_ptr(), weight.stride(0) * size, weight.shape[1] * size))
+
+
+def _in_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix of 2-byte elements as int32, `[out, in / 2]`, if its rows can be read so; else as it is."""
+    evenly = weight.data_ptr() % 4 == 0 and weight.stride(0) % 2 == 0 and weight.shape[1] % 2 == 0
+    return weight.view(torch.int32) if weight.element_size() == 2 and evenly else weight
 
 
 def _launch(
@@ -293,8 +400,8 @@ def _launch(
         raise ValueError(f"{cut}: several tiles need inputs >= {size_in}, to keep the rows")
     if act not in _GELU:
         raise ValueError(f"act={act!r}: one of {list(_GELU)}")
-    if cut.ahead and (cut.tiles > 1 or act is not None):
-        raise ValueError(f"{cut}: with several tiles or an activation nothing is sent for ahead")
+    if cut.wave and cut.tiles > 1:
+        raise ValueError(f"{cut}: a program of several tiles sends for its own: wave must be 0")
     if act is not None and cut.outputs < 2:
         raise ValueError(f"{cut}: an activation needs 2 or more outputs, a gate and its factor")
     out_columns = size_out if act is None else size_out // 2
@@ -302,18 +409,19 @@ def _launch(
     # Tensors that a variant has no use for are stood in for by others.
     stream = torch.empty((rows, size_in), dtype=x.dtype, device=x.device) if residual is not None else x
     added = x if residual is None else residual
+    matrix = weight if resident else _in_pairs(weight)
     (_resident if resident else _stepping)(
         (ceil_div(size_out, cut.outputs * cut.tiles), 1, 1),
         (
             x,
             added,
             weight if norm is None else norm,
-            weight,
+            matrix,
             weight if bias is None else bias,
             out,
             stream,
         ),
-        (x.stride(0), added.stride(0), weight.stride(0)),
+        (x.stride(0), added.stride(0), matrix.stride(0)),
         (eps,),
         (
             rows,
@@ -322,7 +430,10 @@ def _launch(
             cut.outputs,
             cut.inputs,
             cut.tiles,
-            cut.ahead if _is_packed(weight) else 0,
+            max(1, min(cut.depth, ceil_div(size_in, cut.inputs))),
+            cut.ahead if _is_aligned(weight) else 0,
+            cut.wave,
+            _PIECE,
             32 * cut.warps,
             bias is not None,
             _GELU[act],
