@@ -57,7 +57,8 @@ class _Plan:
 
     def angles_of(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The rows' own rows of a rotary table, gathered once a step: in every layer that is one access to
-        memory fewer of those that wait for each other."""
+        memory fewer of those that wait for each other. The gathering is a kernel of PyTorch's, which begins
+        when the step's metadata is complete: attention behind it reads that early (`paged_decode`)."""
         key = cos_sin.data_ptr()
         if key not in self.angles:
             self.angles[key] = cos_sin.index_select(0, positions)
@@ -262,6 +263,7 @@ class TritonAttention(RecordableAttention):
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
                 self.scale, self.sliding_window, self.softcap, shared=plan.shared, codes=self.codes,
+                early=bool(plan.angles),
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from octavo.kernels import reference, reference_sampling
-from octavo.kernels.triton import activation, norm, rotary_kv, sampling
+from octavo.kernels.triton import activation, attention, batch, norm, rotary_kv, sampling
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_triton import TritonAttention
@@ -175,6 +175,56 @@ def test_recorded_graph_serves_other_lengths(cascade: bool) -> None:
             graph.replay()
             want = attention_float64(small_q, small_cache, small, 128**-0.5)
             assert relative_error(out[:n], want) < TOLERANCE["bfloat16"]
+
+
+def test_metadata_that_is_read_early_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are started early write lengths and block tables a few launches before attention reads
+    them ahead of its wait: the same bits, step after step, as with a wait and the host's between."""
+    fmt, heads, n, width, steps = KVFormat("bfloat16", 16, 8, 128), 32, 4, 8, 60
+    slots, starts = (
+        torch.arange(n + i, dtype=t, device="cuda") for i, t in enumerate((torch.int64, torch.int32))
+    )
+    begin = torch.tensor([0, 15, 40, 63], device="cuda")
+    computed, tokens = begin.clone(), torch.zeros(n, 16 * width, dtype=torch.int32, device="cuda")
+    ids, positions, ends = tokens[:, 0].clone(), begin.clone(), begin.clone()
+    blocks = torch.randperm(n * width, device="cuda").int().view(n, width)
+    slot_mapping, lens, table = begin.clone(), ids.clone(), torch.zeros_like(blocks)
+    meta = AttentionMetadata(starts, lens, table, slot_mapping, n, n, 1, 16 * width)
+    kv = randn(n * width, *fmt.layer_block_shape())
+    cache, qkv, cos_sin = kv.clone(), randn(n, heads + 16, 128), randn(16 * width, 128, dtype=torch.float32)
+    backend = TritonAttention(heads, fmt, 128**-0.5)
+
+    def step() -> torch.Tensor:
+        q, k, v = qkv.clone().split([heads, 8, 8], dim=1)
+        batch.gather_rows(slots, starts, computed, tokens, ids, positions, ends, lens)
+        batch.map_blocks(slots, starts, ends, blocks, 16, width, table, slot_mapping)
+        backend.plan(meta)
+        for _ in range(3):
+            q = backend.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta)
+            out = backend.attend(q, cache, meta)
+            blocks.copy_(blocks.roll(1, 0))  # the next step's
+        return out
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    decode, found = attention.paged_decode, []
+    for recorded in (True, False):
+        computed.copy_(begin)
+        cache.copy_(kv)
+        for i in range(steps):
+            if recorded:
+                graph.replay()
+            else:
+                out = step()
+                torch.cuda.synchronize()
+            found.append(out.clone())
+        monkeypatch.setattr(
+            attention, "paged_decode", lambda *args, early, **options: decode(*args, **options)
+        )
+    for i, (got, want) in enumerate(zip(found[:steps], found[steps:], strict=True)):
+        assert torch.equal(got, want), f"step {i}"
 
 
 def test_cache_beyond_32_bit_offsets() -> None:

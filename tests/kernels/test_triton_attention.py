@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -202,6 +204,32 @@ def test_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> 
         backend.prepare_replay(meta)
         got = backend.attend(q, cache, meta)
         assert relative_error(got[:n], attention_float64(small_q, cache, small, 0.25)) < 2e-6
+
+
+def test_metadata_is_read_early_only_behind_a_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is PyTorch's, and begins when what was written before it is complete."""
+    early, decode = [], kernels.paged_decode
+
+    def listen(*args: Any, **options: Any) -> None:
+        early.append(options["early"])
+        decode(*args, **options)
+
+    monkeypatch.setattr(kernels, "paged_decode", listen)
+    fmt = KVFormat("float32", 8, 2, 16)
+    q, cache, meta = ragged_batch([(1, 20), (1, 9)], 4, fmt, DEVICE, num_decodes=2)
+    k, v = torch.randn(2, 2, 2, 16, device=DEVICE)
+    backend, positions = TritonAttention(4, fmt, 0.25), meta.seq_lens.long() - 1
+    for rotates in (False, True, False):
+        if rotates:
+            q = backend.rotary_and_write_kv(
+                q, k, v, torch.randn(32, 16, device=DEVICE), positions, cache, meta
+            )
+        else:
+            meta.plan = None
+            backend.write_kv(k, v, cache, meta)
+        want = attention_float64(q, cache, meta, 0.25)
+        assert relative_error(backend.attend(q, cache, meta), want) < TOLERANCE["float32"]
+    assert early == [False, True, False]
 
 
 @pytest.mark.parametrize(

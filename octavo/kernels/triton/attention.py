@@ -28,6 +28,7 @@ from octavo.kernels.triton.attention_steps import (
     combine_splits,
     kv_steps,
     merge_partials,
+    send_for_blocks,
     split_chunk,
     store_partial,
 )
@@ -43,7 +44,14 @@ from octavo.kernels.triton.kv_codes import (
     view_cache,
     words_of,
 )
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
+from octavo.kernels.triton.launch import (
+    Launcher,
+    await_previous,
+    ceil_div,
+    let_next_start,
+    power_of_2,
+    wait_for_previous,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -57,9 +65,9 @@ def _paged_decode_kernel(
     scale_log2, cap_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, SENT: tl.constexpr, LANES: tl.constexpr,
     SHARED_TILE: tl.constexpr, SHARED_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -71,6 +79,11 @@ def _paged_decode_kernel(
 
     With SHARED_TILE each context begins behind the positions that `octavo.kernels.triton.cascade` has
     attended to; the first split goes on from those results, so that what follows knows no difference.
+
+    With EARLY lengths, starts and block tables are read before the wait (`paged_decode` says when that is
+    safe), and the first SENT positions of a program are sent for. Not more than that: queries, and keys and
+    values of other requests' rows in blocks that are shared, are written by the kernel before.
+    LANES: threads of a program.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = MAX_ROWS * GROUP
@@ -81,30 +94,43 @@ def _paged_decode_kernel(
         cap_scale *= k_unit
     else:
         scale_log2 *= k_unit
-    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    if not EARLY:
+        await_previous(OVERLAP)
     slot = tl.program_id(1)
     request = first_request + slot
     split = tl.program_id(2)
-    context = tl.load(seq_len_ptr + request)
-    first_row = tl.load(query_start_ptr + request).to(tl.int64)
-    rows = (tl.load(query_start_ptr + request + 1) - first_row).to(tl.int32)
-    if (rows <= 0) | (context <= 0):
-        return
+    # Past the L1, which may hold what was there before, until the wait.
+    context = tl.load(seq_len_ptr + request, cache_modifier=".cg")
+    first_row = tl.load(query_start_ptr + request, cache_modifier=".cg").to(tl.int64)
+    rows = (tl.load(query_start_ptr + request + 1, cache_modifier=".cg") - first_row).to(tl.int32)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(context - rows - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
     if SHARED_TILE > 0:
-        low = tl.load(shared_ptr) // SHARED_TILE * SHARED_TILE
+        low = tl.load(shared_ptr, cache_modifier=".cg") // SHARED_TILE * SHARED_TILE
     chunk = context - low
     used = 1
     if SPLIT:
         if context - low > WHOLE * MIN_CHUNK:
             chunk = split_chunk(context - low, splits, MIN_CHUNK, BLOCK_N)
             used = tl.cdiv(context - low, chunk)
-    if split >= used:
-        return
     begin = low + split * chunk
-    end = tl.minimum(begin + chunk, context)
+    end = tl.where(rows > 0, tl.minimum(begin + chunk, context), 0)
+    table = table_ptr + request.to(tl.int64) * table_row
+    head_ptr = cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND)
+    pos = begin + tl.arange(0, BLOCK_N)
+    blocks = tl.load(table + pos // BLOCK_SIZE, mask=pos < end, other=0, cache_modifier=".cg")
+    if EARLY:
+        if SENT > 0 and OVERLAP:
+            send_for_blocks(
+                table, head_ptr, cache_block, begin, tl.minimum(end, begin + SENT), HEAD_DIM, BLOCK_SIZE,
+                KV_HEADS, KIND, LANES,
+            )  # fmt: skip
+        await_previous(OVERLAP)
+    # Not before the wait: the kernel behind this one may count on all before it.
+    if (rows <= 0) | (context <= 0) | (split >= used):
+        return
 
     m = tl.arange(0, BLOCK_M)
     row = m // GROUP
@@ -128,7 +154,7 @@ def _paged_decode_kernel(
         at_tile = (first_row + tile // GROUP) * HEADS + kv_head * GROUP + tile % GROUP
         begun, begun_max, begun_sum = merge_partials(
             shared_partial_ptr, shared_max_ptr, shared_sum_ptr, at_tile, every, parts, tile_live,
-            HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, MAX_SPLITS, BLOCK_S,
+            HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, BLOCK_S,
         )  # fmt: skip
         # Lanes beyond the tile repeat it: they are written nowhere.
         COPIES: tl.constexpr = BLOCK_M // BLOCK_T
@@ -138,15 +164,14 @@ def _paged_decode_kernel(
         if KIND != AS_IS:
             begun, _, _ = merge_partials(
                 shared_partial_ptr + WORDS, shared_max_ptr, shared_sum_ptr, at_tile, every, parts, tile_live,
-                HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, MAX_SPLITS, BLOCK_S,
+                HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, BLOCK_S,
             )  # fmt: skip
             acc_odd = tl.broadcast_to(begun[None, :, :], [COPIES, BLOCK_T, BLOCK_W]).reshape(BLOCK_M, BLOCK_W)
     acc, acc_odd, row_max, row_sum = kv_steps(
-        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, context - rows + row,
-        table_ptr + request.to(tl.int64) * table_row,
-        cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND), cache_block,
-        scale_log2, cap_scale,
+        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, context - rows + row, table, head_ptr,
+        cache_block, scale_log2, cap_scale,
         WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS, BLOCK_N, BLOCK_W, STAGES, PRECISION, KIND, HOW,
+        blocks,
     )  # fmt: skip
     if used == 1:
         factor = (v_unit / row_sum)[:, None]
@@ -168,7 +193,7 @@ def _paged_decode_kernel(
             if arrived == used - 1:
                 combine_splits(
                     out_ptr, out_row, first_row, rows, kv_head, partial_ptr, max_ptr, sum_ptr, base, used,
-                    v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, MAX_SPLITS, BLOCK_S, KIND != AS_IS,
+                    v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, BLOCK_S, KIND != AS_IS,
                 )  # fmt: skip
                 tl.store(counter, 0)
 
@@ -327,6 +352,8 @@ def shared_memory(device: torch.device) -> int:
 MIN_CHUNK = 128
 WHOLE = 3
 MAX_SPLITS = 64
+# Positions of a program whose keys and values are sent for while the kernel before still runs.
+SENT_EARLY = 1024
 
 
 def choose_splits(
@@ -408,7 +435,7 @@ def _decode_constants(
     heads: int, kv_heads: int, head_dim: int, block_words: int, block_size: int, dtype: torch.dtype,
     window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int, shared_tile: int, shared_chunk: int,
-    kind: int, how: int,
+    kind: int, how: int, early: bool, sent: int, whole: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
     block_d = power_of_2(head_dim)
@@ -417,10 +444,9 @@ def _decode_constants(
     block_s = max(1, min(MAX_SPLITS, 8192 // (block_t * block_d)))
     min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
-        window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk, WHOLE,
-        max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, shared_tile,
-        shared_chunk,
-        precision(dtype), kind, how,
+        window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, min_chunk, whole,
+        max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, early, sent,
+        32 * cfg.warps, shared_tile, shared_chunk, precision(dtype), kind, how,
     )  # fmt: skip
 
 
@@ -443,6 +469,7 @@ def paged_decode(
     config: TileConfig | None = None,
     shared: SharedPass | None = None,
     codes: KVCodes | None = None,
+    early: bool = False,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
 
@@ -462,6 +489,11 @@ def paged_decode(
         config: tile shape; None: the measured default.
         shared: go on from this pass over a shared beginning (without a window); None: there was none.
         codes: what a quantized cache's numbers mean; None: it is not quantized.
+        early: promises that on the stream, since `query_start`, `seq_lens`, `block_table` and the length of
+            `shared` were written, a kernel was launched that is none of a `Launcher` with `overlap`. It began
+            when they were complete, and whatever is launched after it begins later: they are read while the
+            kernel before still runs, and the keys and values that they name are sent for. Other arguments,
+            which that kernel may write, are not touched earlier than without it.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     view = view_cache(cache, codes, seq_lens)
@@ -472,6 +504,7 @@ def paged_decode(
         heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, MIN_CHUNK,
         shared.config.block_n if shared else 0, shared.min_chunk if shared else 0, view.kind, view.how,
+        early, SENT_EARLY if early else 0, WHOLE,
     )  # fmt: skip
     begun = (shared.length, shared.partials) if shared else (counters, partials)  # the latter are not read
     _paged_decode(

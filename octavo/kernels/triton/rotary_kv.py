@@ -32,12 +32,12 @@ def _write_kv_kernel(
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     slot = tl.load(slot_ptr + row)
-    if slot < 0:
-        return
     live = heads < HEADS
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     k = tl.load(k_ptr + row * k_row + heads[:, None] * k_head + dims[None, :], mask=mask)
     v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
+    if slot < 0:
+        return
     PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
     piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
     place = slot % BLOCK_SIZE
@@ -87,13 +87,13 @@ def _rotate_heads(
     rest_ptr = x_ptr + heads[:, None] * head_stride + rest_dims[None, :]
     rest = tl.load(rest_ptr, mask=rest_mask, other=0.0).to(tl.float32)
     if HAS_NORM:
-        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
-        scale = tl.rsqrt(square / HEAD_DIM + eps)
         low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0)
         high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0)
+        rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)
         low = _weighted(low, scale, low_weight, dtype)
         high = _weighted(high, scale, high_weight, dtype)
-        rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
         rest = _weighted(rest, scale, rest_weight, dtype)
         tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
     new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
@@ -129,12 +129,16 @@ def _rotary_write_kernel(
     else:
         heads = heads - Q_GROUPS * BLOCK_H
         live = heads < KV_HEADS
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        mask = live[:, None] & (dims < HEAD_DIM)
+        if HAS_CACHE:  # one way to memory for all that is read: a load is not moved up over the stores below
+            slot = tl.load(slot_ptr + row)
+            v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims, mask=mask)
         low, high, rest = _rotate_heads(
             k_ptr + row * k_row, k_weight_ptr, angles, eps, k_head, heads, live,
             HEAD_DIM, ROT_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM,
         )  # fmt: skip
         if HAS_CACHE:
-            slot = tl.load(slot_ptr + row)
             live = live & (slot >= 0)
             PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
             piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
@@ -142,11 +146,9 @@ def _rotary_write_kernel(
             head_ptr = piece[:, None] + place * HEAD_DIM
             half = tl.arange(0, BLOCK_HALF)[None, :]
             rest_dims = ROT_DIM + tl.arange(0, BLOCK_REST)[None, :]
-            dims = tl.arange(0, BLOCK_D)[None, :]
             half_mask = live[:, None] & (half < HALF)
             rest_mask = live[:, None] & (rest_dims < HEAD_DIM)
-            mask = live[:, None] & (dims < HEAD_DIM)
-            v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims, mask=mask)
+            mask = mask & (slot >= 0)
             if KIND == AS_IS:
                 dtype: tl.constexpr = cache_ptr.dtype.element_ty
                 tl.store(head_ptr + half, low.to(dtype), mask=half_mask)
