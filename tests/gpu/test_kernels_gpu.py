@@ -9,6 +9,8 @@ each differs from the others in several respects.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -181,14 +183,13 @@ def test_metadata_that_is_read_early_is_of_its_step(monkeypatch: pytest.MonkeyPa
     """Kernels that are started early write lengths and block tables a few launches before attention reads
     them ahead of its wait: the same bits, step after step, as with a wait and the host's between."""
     fmt, heads, n, width, steps = KVFormat("bfloat16", 16, 8, 128), 32, 4, 8, 60
-    slots, starts = (
-        torch.arange(n + i, dtype=t, device="cuda") for i, t in enumerate((torch.int64, torch.int32))
-    )
+    slots = torch.arange(n, device="cuda")
+    starts = torch.arange(n + 1, dtype=torch.int32, device="cuda")
     begin = torch.tensor([0, 15, 40, 63], device="cuda")
     computed, tokens = begin.clone(), torch.zeros(n, 16 * width, dtype=torch.int32, device="cuda")
     ids, positions, ends = tokens[:, 0].clone(), begin.clone(), begin.clone()
-    blocks = torch.randperm(n * width, device="cuda").int().view(n, width)
-    slot_mapping, lens, table = begin.clone(), ids.clone(), torch.zeros_like(blocks)
+    order = torch.randperm(n * width, device="cuda").int().view(n, width)
+    slot_mapping, lens, table, blocks = begin.clone(), ids.clone(), torch.zeros_like(order), order.clone()
     meta = AttentionMetadata(starts, lens, table, slot_mapping, n, n, 1, 16 * width)
     kv = randn(n * width, *fmt.layer_block_shape())
     cache, qkv, cos_sin = kv.clone(), randn(n, heads + 16, 128), randn(16 * width, 128, dtype=torch.float32)
@@ -202,28 +203,33 @@ def test_metadata_that_is_read_early_is_of_its_step(monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             q = backend.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta)
             out = backend.attend(q, cache, meta)
-            blocks.copy_(blocks.roll(1, 0))  # the next step's
+        blocks.copy_(blocks.roll(1, 0))  # the next step's
         return out
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    decode, found = attention.paged_decode, []
-    for recorded in (True, False):
+    decode = attention.paged_decode
+
+    def run(launch: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         computed.copy_(begin)
         cache.copy_(kv)
-        for i in range(steps):
-            if recorded:
-                graph.replay()
-            else:
-                out = step()
-                torch.cuda.synchronize()
-            found.append(out.clone())
-        monkeypatch.setattr(
-            attention, "paged_decode", lambda *args, early, **options: decode(*args, **options)
-        )
-    for i, (got, want) in enumerate(zip(found[:steps], found[steps:], strict=True)):
+        blocks.copy_(order)
+        return [launch().clone() for _ in range(steps)]
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    def step_by_step() -> torch.Tensor:
+        found = step()
+        torch.cuda.synchronize()
+        return found
+
+    found = run(replay)
+    monkeypatch.setattr(attention, "paged_decode", lambda *args, early, **rest: decode(*args, **rest))
+    for i, (got, want) in enumerate(zip(found, run(step_by_step), strict=True)):
         assert torch.equal(got, want), f"step {i}"
 
 
