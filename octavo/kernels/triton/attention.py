@@ -52,6 +52,7 @@ from octavo.kernels.triton.launch import (
     power_of_2,
     wait_for_previous,
 )
+from octavo.kernels.triton.rotary_row import Unrotated, load_rotated_queries, store_rotated_row
 
 LOG2E = 1.4426950408889634
 
@@ -61,13 +62,15 @@ LOG2E = 1.4426950408889634
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
     shared_ptr, shared_partial_ptr, kv_scale_ptr,
-    q_row, q_head, out_row, cache_block, first_request, splits, table_row, shared_rows, shared_splits,
-    scale_log2, cap_scale,
+    k_ptr, v_ptr, angles_ptr, slot_ptr, q_weight_ptr, k_weight_ptr, kv_centre_ptr,
+    q_row, q_head, out_row, cache_block, k_head, v_head,
+    first_request, splits, table_row, shared_rows, shared_splits, scale_log2, cap_scale, eps,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
     MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, SENT: tl.constexpr, LANES: tl.constexpr,
+    ROT_DIM: tl.constexpr, HAS_NORM: tl.constexpr, CENTRED: tl.constexpr,
     SHARED_TILE: tl.constexpr, SHARED_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -84,6 +87,9 @@ def _paged_decode_kernel(
     safe), and the first SENT positions of a program are sent for. Not more than that: queries, and keys and
     values of other requests' rows in blocks that are shared, are written by the kernel before.
     LANES: threads of a program.
+
+    With ROT_DIM there is one request of one row, which `rotary_kv` has not been at: queries are rotated as
+    they are read, and the program whose positions end with the row's own stores its key and value.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = MAX_ROWS * GROUP
@@ -115,6 +121,10 @@ def _paged_decode_kernel(
         if context - low > WHOLE * MIN_CHUNK:
             chunk = split_chunk(context - low, splits, MIN_CHUNK, BLOCK_N)
             used = tl.cdiv(context - low, chunk)
+    if (
+        split >= used
+    ):  # without a wait: as the first split's programs do, the kernel ends behind the one before
+        return
     begin = low + split * chunk
     end = tl.where(rows > 0, tl.minimum(begin + chunk, context), 0)
     table = table_ptr + request.to(tl.int64) * table_row
@@ -128,17 +138,29 @@ def _paged_decode_kernel(
                 KV_HEADS, KIND, LANES,
             )  # fmt: skip
         await_previous(OVERLAP)
-    # Not before the wait: the kernel behind this one may count on all before it.
-    if (rows <= 0) | (context <= 0) | (split >= used):
+    if (rows <= 0) | (context <= 0):
         return
 
     m = tl.arange(0, BLOCK_M)
     row = m // GROUP
     head = kv_head * GROUP + m % GROUP
     live = m < rows * GROUP
-    q, q_odd = load_queries(
-        q_ptr + (first_row + row) * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND
-    )  # fmt: skip
+    if ROT_DIM > 0:
+        q, q_odd = load_rotated_queries(
+            q_ptr + head * q_head, live, angles_ptr, q_weight_ptr, eps,
+            HEAD_DIM, ROT_DIM, BLOCK_D, BLOCK_W, HAS_NORM, KIND,
+        )  # fmt: skip
+        if end == context:
+            store_rotated_row(
+                k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, angles_ptr, k_weight_ptr, eps, cache_ptr,
+                cache_block * (1 if KIND == AS_IS else 2), tl.load(slot_ptr), kv_scale_ptr, kv_centre_ptr,
+                kv_head, KV_HEADS, HEAD_DIM, ROT_DIM, BLOCK_SIZE, BLOCK_D, HAS_NORM, KIND, CENTRED,
+            )  # fmt: skip
+            tl.debug_barrier()  # and other threads of the program read it
+    else:
+        q, q_odd = load_queries(
+            q_ptr + (first_row + row) * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND
+        )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -435,7 +457,7 @@ def _decode_constants(
     heads: int, kv_heads: int, head_dim: int, block_words: int, block_size: int, dtype: torch.dtype,
     window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int, shared_tile: int, shared_chunk: int,
-    kind: int, how: int, early: bool, sent: int, whole: int,
+    kind: int, how: int, early: bool, sent: int, whole: int, rot_dim: int, has_norm: bool, centred: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
     block_d = power_of_2(head_dim)
@@ -446,7 +468,7 @@ def _decode_constants(
     return (
         window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, min_chunk, whole,
         max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, early, sent,
-        32 * cfg.warps, shared_tile, shared_chunk, precision(dtype), kind, how,
+        32 * cfg.warps, rot_dim, has_norm, centred, shared_tile, shared_chunk, precision(dtype), kind, how,
     )  # fmt: skip
 
 
@@ -470,6 +492,7 @@ def paged_decode(
     shared: SharedPass | None = None,
     codes: KVCodes | None = None,
     early: bool = False,
+    unrotated: Unrotated | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
 
@@ -494,6 +517,8 @@ def paged_decode(
             when they were complete, and whatever is launched after it begins later: they are read while the
             kernel before still runs, and the keys and values that they name are sent for. Other arguments,
             which that kernel may write, are not touched earlier than without it.
+        unrotated: the one row of the one request has not been through `rotary_kv.rotary_and_write_kv`, whose
+            work is done here, except that `q` stays as it is; without `shared`. None: all rows have.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     view = view_cache(cache, codes, seq_lens)
@@ -504,24 +529,28 @@ def paged_decode(
         heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, MIN_CHUNK,
         shared.config.block_n if shared else 0, shared.min_chunk if shared else 0, view.kind, view.how,
-        early, SENT_EARLY if early else 0, WHOLE,
+        early, SENT_EARLY if early else 0, WHOLE, unrotated.angles.shape[1] if unrotated else 0,
+        unrotated is not None and unrotated.q_weight is not None, view.centred,
     )  # fmt: skip
+    # Where there is no such thing, any tensor stands in for it: the kernel's constants say so.
+    new = unrotated or Unrotated(q, q, q, seq_lens)
+    assert unrotated is None or (shared is None and len(new.k) == 1), "one row, and none shared"
     begun = (shared.length, shared.partials) if shared else (counters, partials)  # the latter are not read
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
-        (q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun, view.scale),
-        (q.stride(0), q.stride(1), out.stride(0), view.block),
         (
-            first_request,
-            splits,
-            block_table.stride(0),
-            shared.rows if shared else 0,
-            shared.splits if shared else 0,
-            *score_scales(scale, softcap),
+            q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun, view.scale,
+            new.k, new.v, new.angles, new.slots, q if new.q_weight is None else new.q_weight,
+            q if new.k_weight is None else new.k_weight, view.centre,
+        ),
+        (q.stride(0), q.stride(1), out.stride(0), view.block, new.k.stride(1), new.v.stride(1)),
+        (
+            first_request, splits, block_table.stride(0), shared.rows if shared else 0,
+            shared.splits if shared else 0, *score_scales(scale, softcap), new.eps,
         ),
         constants,
         cfg.warps,
-    )
+    )  # fmt: skip
 
 
 def paged_prefill(

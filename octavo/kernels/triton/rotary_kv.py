@@ -20,6 +20,33 @@ from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_fo
 
 
 @triton.jit
+def store_heads_row(
+    k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, heads, live, mask,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Stores some `heads` of a row, keys and values `[heads, BLOCK_D]`, at its slot; those that are `live`
+    and elements in `mask`."""
+    dims = tl.arange(0, BLOCK_D)
+    PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
+    piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
+    place = slot % BLOCK_SIZE
+    if KIND == AS_IS:
+        target = piece[:, None] + place * HEAD_DIM + dims[None, :]
+        tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + KV_HEADS * PIECE, v.to(cache_ptr.dtype.element_ty), mask=mask)
+    else:
+        k = less_centre(k, kv_centre_ptr, heads, dims[None, :], mask, HEAD_DIM, CENTRED)
+        store_row(
+            piece, place, kv_scale_ptr, heads, k, mask, live, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND
+        )  # fmt: skip
+        store_row(
+            piece + KV_HEADS * PIECE, place, kv_scale_ptr + KV_HEADS, heads, v, mask, live,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND,
+        )  # fmt: skip
+
+
+@triton.jit
 def _write_kv_kernel(
     k_ptr, v_ptr, cache_ptr, slot_ptr, kv_scale_ptr, kv_centre_ptr,
     k_row, k_head, v_row, v_head, cache_block,
@@ -38,26 +65,14 @@ def _write_kv_kernel(
     v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
     if slot < 0:
         return
-    PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
-    piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
-    place = slot % BLOCK_SIZE
-    if KIND == AS_IS:
-        target = piece[:, None] + place * HEAD_DIM + dims[None, :]
-        tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + HEADS * PIECE, v.to(cache_ptr.dtype.element_ty), mask=mask)
-    else:
-        k = less_centre(k, kv_centre_ptr, heads, dims[None, :], mask, HEAD_DIM, CENTRED)
-        store_row(
-            piece, place, kv_scale_ptr, heads, k, mask, live, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND
-        )  # fmt: skip
-        store_row(
-            piece + HEADS * PIECE, place, kv_scale_ptr + HEADS, heads, v, mask, live,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND,
-        )  # fmt: skip
+    store_heads_row(
+        k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, heads, live, mask,
+        HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KIND, CENTRED,
+    )  # fmt: skip
 
 
 @triton.jit
-def _weighted(x, scale, weight, dtype: tl.constexpr):
+def weighted(x, scale, weight, dtype: tl.constexpr):
     """The tile `x` times its heads' `scale` and the weight, rounded to `dtype` where an unfused norm rounds:
     before a weight of that dtype and after, or with a float32 weight only after."""
     x = x * scale[:, None]
@@ -92,9 +107,9 @@ def _rotate_heads(
         rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)
-        low = _weighted(low, scale, low_weight, dtype)
-        high = _weighted(high, scale, high_weight, dtype)
-        rest = _weighted(rest, scale, rest_weight, dtype)
+        low = weighted(low, scale, low_weight, dtype)
+        high = weighted(high, scale, high_weight, dtype)
+        rest = weighted(rest, scale, rest_weight, dtype)
         tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
     new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
     new_high = (high * cos[None, :] + low * sin[None, :]).to(dtype)
