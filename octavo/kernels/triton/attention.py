@@ -121,9 +121,8 @@ def _paged_decode_kernel(
         if context - low > WHOLE * MIN_CHUNK:
             chunk = split_chunk(context - low, splits, MIN_CHUNK, BLOCK_N)
             used = tl.cdiv(context - low, chunk)
-    if (
-        split >= used
-    ):  # without a wait: as the first split's programs do, the kernel ends behind the one before
+    # Without a wait: the first split's programs do wait, and so this kernel ends behind the one before.
+    if split >= used:
         return
     begin = low + split * chunk
     end = tl.where(rows > 0, tl.minimum(begin + chunk, context), 0)
