@@ -52,7 +52,12 @@ from octavo.kernels.triton.launch import (
     power_of_2,
     wait_for_previous,
 )
-from octavo.kernels.triton.rotary_row import Unrotated, load_rotated_queries, store_rotated_row
+from octavo.kernels.triton.rotary_row import (
+    Unrotated,
+    load_rotated_queries,
+    load_rotated_row,
+    store_one_head,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -145,17 +150,22 @@ def _paged_decode_kernel(
     head = kv_head * GROUP + m % GROUP
     live = m < rows * GROUP
     if ROT_DIM > 0:
+        # All that is read comes before what waits for it, as no load is moved up over a branch or a store.
+        slot_of_row = tl.load(slot_ptr)
+        k, v = load_rotated_row(
+            k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, angles_ptr, k_weight_ptr, eps,
+            HEAD_DIM, ROT_DIM, BLOCK_D, HAS_NORM,
+        )  # fmt: skip
         q, q_odd = load_rotated_queries(
             q_ptr + head * q_head, live, angles_ptr, q_weight_ptr, eps,
             HEAD_DIM, ROT_DIM, BLOCK_D, BLOCK_W, HAS_NORM, KIND,
         )  # fmt: skip
         if end == context:
-            store_rotated_row(
-                k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, angles_ptr, k_weight_ptr, eps, cache_ptr,
-                cache_block * (1 if KIND == AS_IS else 2), tl.load(slot_ptr), kv_scale_ptr, kv_centre_ptr,
-                kv_head, KV_HEADS, HEAD_DIM, ROT_DIM, BLOCK_SIZE, BLOCK_D, HAS_NORM, KIND, CENTRED,
+            store_one_head(
+                k, v, cache_ptr, cache_block * (1 if KIND == AS_IS else 2), slot_of_row, kv_scale_ptr,
+                kv_centre_ptr, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KIND, CENTRED,
             )  # fmt: skip
-            tl.debug_barrier()  # and other threads of the program read it
+            tl.debug_barrier()  # other threads of the program read it
     else:
         q, q_odd = load_queries(
             q_ptr + (first_row + row) * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND

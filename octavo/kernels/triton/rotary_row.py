@@ -70,27 +70,32 @@ def load_rotated_queries(
 
 
 @triton.jit
-def store_rotated_row(
-    k_ptr, v_ptr, angles_ptr, weight_ptr, eps, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr,
-    kv_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, CENTRED: tl.constexpr,
+def load_rotated_row(
+    k_ptr, v_ptr, angles_ptr, weight_ptr, eps,
+    HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Stores one KV head of a row: the key at `k_ptr`, normed and rotated, and the value at `v_ptr`.
-
-    `cache_block` counts elements of the cache.
-    """
-    heads = kv_head + tl.arange(0, 1)
-    dims = tl.arange(0, BLOCK_D)
-    live = heads < KV_HEADS
-    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-    v = tl.load(v_ptr + tl.arange(0, 1)[:, None] + dims[None, :], mask=mask, other=0.0)
+    """One KV head of a row: the key at `k_ptr`, normed and rotated, and the value, `[1, BLOCK_D]` each."""
+    one, dims = tl.arange(0, 1), tl.arange(0, BLOCK_D)
+    v = tl.load(v_ptr + one[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
     k = _load_rotated(
-        k_ptr + tl.arange(0, 1), dims, live, angles_ptr, weight_ptr, eps, HEAD_DIM, ROT_DIM, BLOCK_D, HAS_NORM
+        k_ptr + one, dims, one < 1, angles_ptr, weight_ptr, eps, HEAD_DIM, ROT_DIM, BLOCK_D, HAS_NORM
     )  # fmt: skip
+    return k, v
+
+
+@triton.jit
+def store_one_head(
+    k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, kv_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Stores what `load_rotated_row` returns; `cache_block` counts elements of the cache."""
+    heads = kv_head + tl.arange(0, 1)
+    live = (heads < KV_HEADS) & (slot >= 0)
+    mask = live[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     store_heads_row(
-        k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, heads, live & (slot >= 0),
-        mask & (slot >= 0), KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KIND, CENTRED,
+        k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, heads, live, mask,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KIND, CENTRED,
     )  # fmt: skip
 
 
