@@ -209,7 +209,8 @@ def test_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_metadata_is_read_early_only_behind_a_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is PyTorch's, and begins when what was written before it is complete."""
-    early, decode = [], kernels.paged_decode
+    early: list[bool] = []
+    decode = kernels.paged_decode
 
     def listen(*args: Any, **options: Any) -> None:
         early.append(options["early"])
@@ -286,7 +287,9 @@ def test_one_row_rotates_itself(
     plain.write_kv(*torch.randn(2, last, kv_heads, dim, device=DEVICE).to(dtype), cache, meta(0, last))
     row = torch.randn(1, heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
     cos_sin, positions = torch.randn(200, rot, device=DEVICE), torch.tensor([last], device=DEVICE)
-    weights = () if norm is None else torch.randn(2, dim, device=DEVICE).to(getattr(torch, norm))
+    weights: tuple[torch.Tensor, ...] = ()
+    if norm is not None:
+        weights = torch.randn(2, dim, device=DEVICE).to(getattr(torch, norm)).unbind()
     found = []
     for way in (plain, backend(TritonAttention)):
         kept, (q, k, v) = cache.clone(), row.clone().split([heads, kv_heads, kv_heads], dim=1)
