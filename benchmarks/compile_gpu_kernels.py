@@ -46,6 +46,7 @@ from octavo.kernels.triton import (
     norm,
     peers,
     rotary_kv,
+    rotary_row,
     row_8bit,
     rows_8bit,
     sampling,
@@ -125,11 +126,20 @@ def _attention_case(
                 length = torch.zeros(1, dtype=torch.int32)
                 shared = attention.SharedPass(length, len(q), 4, torch.empty(1024), tile, cascade.MIN_CHUNK)
                 cascade.attend_shared(q, cache, starts, table, requests, shared, 0.1, softcap, codes)
-            for splits in (1, 4):
+            for splits, early in ((1, False), (4, True)):
                 attention.paged_decode(
                     q, cache, out, starts, lens, table, 0, requests, rows, splits,
                     torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window, softcap,
-                    shared=shared, codes=codes,
+                    shared=shared, codes=codes, early=early,
+                )  # fmt: skip
+            if kind == "decode" and rows == 1:
+                k, weight = torch.empty(1, kv_heads, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
+                slots = torch.zeros(1, dtype=torch.int64)
+                row = rotary_row.Unrotated(k, k.clone(), torch.empty(1, dim), slots, weight, weight)
+                attention.paged_decode(
+                    q[:1], cache, out, starts, lens, table, 0, 1, 1, 4,
+                    torch.empty(1024), torch.zeros(1024, dtype=torch.int32), 0.1, window, softcap,
+                    codes=codes, early=True, unrotated=row,
                 )  # fmt: skip
         else:
             attention.paged_prefill(

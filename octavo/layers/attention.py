@@ -194,6 +194,24 @@ class AttentionBackend(PagedBackend):
         self.write_kv(k, v, cache, meta)
         return q
 
+    def rotate_and_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        """`rotary_and_write_kv` and `attend`: `[rows, num_heads, head_dim]`. Override it where one kernel
+        does all of it."""
+        q = self.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps)
+        return self.attend(q, cache, meta)
+
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Causal attention of rows `q` (`[rows, num_heads, head_dim]`) over their contexts.

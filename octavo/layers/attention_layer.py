@@ -180,10 +180,7 @@ class Attention(CachedLayer):
         """
         rotary, q_norm, k_norm = self._uses
         batch = meta[self.kv_group]
+        args = (q, k, v, rotary.cos_sin, positions, cache, batch)
         if q_norm is None or k_norm is None:
-            q = self.backend.rotary_and_write_kv(q, k, v, rotary.cos_sin, positions, cache, batch)
-        else:
-            q = self.backend.rotary_and_write_kv(
-                q, k, v, rotary.cos_sin, positions, cache, batch, q_norm.weight, k_norm.weight, q_norm.eps
-            )
-        return self.backend.attend(q, cache, batch).flatten(1)
+            return self.backend.rotate_and_attend(*args).flatten(1)
+        return self.backend.rotate_and_attend(*args, q_norm.weight, k_norm.weight, q_norm.eps).flatten(1)

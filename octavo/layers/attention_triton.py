@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.kernels.triton import attention as kernels
-from octavo.kernels.triton import cascade, rotary_kv
+from octavo.kernels.triton import cascade, rotary_kv, rotary_row
 from octavo.kernels.triton.kv_codes import KVCodes
 from octavo.kernels.triton.kv_encode import gather_kv
 from octavo.kernels.triton.launch import power_of_2
@@ -57,7 +57,8 @@ class _Plan:
 
     def angles_of(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The rows' own rows of a rotary table, gathered once a step: in every layer that is one access to
-        memory fewer of those that wait for each other."""
+        memory fewer of those that wait for each other. The gathering is a kernel of PyTorch's, which begins
+        when the step's metadata is complete: attention behind it reads that early (`paged_decode`)."""
         key = cos_sin.data_ptr()
         if key not in self.angles:
             self.angles[key] = cos_sin.index_select(0, positions)
@@ -242,6 +243,30 @@ class TritonAttention(RecordableAttention):
         )  # fmt: skip
         return q
 
+    def rotate_and_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        plan = self._planned(meta)
+        # Of several requests one may read, in this step, a block that another one's row completes: rows are
+        # stored before any of them is attended to.
+        if meta.num_requests > 1 or len(q) > 1 or not plan.decodes or plan.shared is not None:
+            return super().rotate_and_attend(
+                q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
+            )  # fmt: skip
+        angles = plan.angles_of(cos_sin, positions)
+        row = rotary_row.Unrotated(k, v, angles, meta.slot_mapping, q_weight, k_weight, eps)
+        return self._attend(q, cache, meta, plan, row)
+
     def _planned(self, meta: AttentionMetadata) -> _Plan:
         if not isinstance(meta.plan, _Plan):
             self.plan(meta)
@@ -250,7 +275,16 @@ class TritonAttention(RecordableAttention):
         return plan
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        plan = self._planned(meta)
+        return self._attend(q, cache, meta, self._planned(meta))
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        meta: AttentionMetadata,
+        plan: _Plan,
+        unrotated: rotary_row.Unrotated | None = None,
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.shared is not None:
             cascade.attend_shared(
@@ -262,6 +296,7 @@ class TritonAttention(RecordableAttention):
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
                 self.scale, self.sliding_window, self.softcap, shared=plan.shared, codes=self.codes,
+                early=bool(plan.angles), unrotated=unrotated,
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]

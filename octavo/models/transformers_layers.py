@@ -212,8 +212,7 @@ class PagedAttention(Attention):
         weights: tuple[Any, ...] = ()
         if norms is not None:
             weights = (norms[0].weight, norms[1].weight, norms[0].eps)
-        q = self.backend.rotary_and_write_kv(q, k, v, table, places, cache, batch, *weights)
-        return self.backend.attend(q, cache, batch).flatten(1)
+        return self.backend.rotate_and_attend(q, k, v, table, places, cache, batch, *weights).flatten(1)
 
 
 def served_attention(

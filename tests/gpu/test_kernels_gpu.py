@@ -9,6 +9,8 @@ each differs from the others in several respects.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from octavo.kernels import reference, reference_sampling
-from octavo.kernels.triton import activation, norm, rotary_kv, sampling
+from octavo.kernels.triton import activation, attention, batch, norm, rotary_kv, sampling
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionMetadata
 from octavo.layers.attention_triton import TritonAttention
@@ -175,6 +177,60 @@ def test_recorded_graph_serves_other_lengths(cascade: bool) -> None:
             graph.replay()
             want = attention_float64(small_q, small_cache, small, 128**-0.5)
             assert relative_error(out[:n], want) < TOLERANCE["bfloat16"]
+
+
+def test_metadata_that_is_read_early_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are started early write lengths and block tables a few launches before attention reads
+    them ahead of its wait: the same bits, step after step, as with a wait and the host's between."""
+    fmt, heads, n, width, steps = KVFormat("bfloat16", 16, 8, 128), 32, 4, 8, 60
+    slots = torch.arange(n, device="cuda")
+    starts = torch.arange(n + 1, dtype=torch.int32, device="cuda")
+    begin = torch.tensor([0, 15, 40, 63], device="cuda")
+    computed, tokens = begin.clone(), torch.zeros(n, 16 * width, dtype=torch.int32, device="cuda")
+    ids, positions, ends = tokens[:, 0].clone(), begin.clone(), begin.clone()
+    order = torch.randperm(n * width, device="cuda").int().view(n, width)
+    slot_mapping, lens, table, blocks = begin.clone(), ids.clone(), torch.zeros_like(order), order.clone()
+    meta = AttentionMetadata(starts, lens, table, slot_mapping, n, n, 1, 16 * width)
+    kv = randn(n * width, *fmt.layer_block_shape())
+    cache, qkv, cos_sin = kv.clone(), randn(n, heads + 16, 128), randn(16 * width, 128, dtype=torch.float32)
+    backend = TritonAttention(heads, fmt, 128**-0.5)
+
+    def step() -> torch.Tensor:
+        q, k, v = qkv.clone().split([heads, 8, 8], dim=1)
+        batch.gather_rows(slots, starts, computed, tokens, ids, positions, ends, lens)
+        batch.map_blocks(slots, starts, ends, blocks, 16, width, table, slot_mapping)
+        backend.plan(meta)
+        for _ in range(3):
+            q = backend.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta)
+            out = backend.attend(q, cache, meta)
+        blocks.copy_(blocks.roll(1, 0))  # the next step's
+        return out
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    decode = attention.paged_decode
+
+    def run(launch: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        computed.copy_(begin)
+        cache.copy_(kv)
+        blocks.copy_(order)
+        return [launch().clone() for _ in range(steps)]
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    def step_by_step() -> torch.Tensor:
+        found = step()
+        torch.cuda.synchronize()
+        return found
+
+    found = run(replay)
+    monkeypatch.setattr(attention, "paged_decode", lambda *args, early, **rest: decode(*args, **rest))
+    for i, (got, want) in enumerate(zip(found, run(step_by_step), strict=True)):
+        assert torch.equal(got, want), f"step {i}"
 
 
 def test_cache_beyond_32_bit_offsets() -> None:

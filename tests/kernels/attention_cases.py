@@ -150,7 +150,8 @@ def check_decode(
     shared: int = 0,
     codes: Codes | None = None,
 ) -> None:
-    """`paged_decode`, after `attend_shared` where blocks are shared; twice, since counters must be zero."""
+    """`paged_decode`, after `attend_shared` where blocks are shared; twice, since counters must be zero, and
+    with metadata that it may read early (of a device PyTorch's fills stand before it)."""
     held = Held(case, dtype, shapes, device, shared, codes)
     n, rows = len(shapes), max(rows for rows, _ in shapes)
     group = case.heads // case.kv_heads
@@ -171,7 +172,7 @@ def check_decode(
         scratch = torch.full((size,), float("nan"), device=device)
         assert held.meta.shared_len is not None
         begun = attention.SharedPass(held.meta.shared_len, count, pieces, scratch, tile, cascade.MIN_CHUNK)
-    for _ in range(2):
+    for early in (False, True, True):
         held.out.fill_(float("nan"))
         if begun is not None:
             cascade.attend_shared(
@@ -179,7 +180,8 @@ def check_decode(
                 case.softcap, held.codes,
             )  # fmt: skip
         attention.paged_decode(
-            *held.batch, 0, n, rows, splits, partials, counters, *held.how, shared=begun, codes=held.codes
+            *held.batch, 0, n, rows, splits, partials, counters, *held.how, shared=begun, codes=held.codes,
+            early=early,
         )  # fmt: skip
         held.check()
         assert counters.count_nonzero() == 0

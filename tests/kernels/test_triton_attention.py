@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from octavo.kernels.triton import attention as kernels
+from octavo.kernels.triton import rotary_kv
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import TorchAttention
+from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
 from octavo.layers.attention_triton import TritonAttention
 from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch
 
@@ -202,6 +205,105 @@ def test_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> 
         backend.prepare_replay(meta)
         got = backend.attend(q, cache, meta)
         assert relative_error(got[:n], attention_float64(small_q, cache, small, 0.25)) < 2e-6
+
+
+def test_metadata_is_read_early_only_behind_a_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is PyTorch's, and begins when what was written before it is complete."""
+    early: list[bool] = []
+    decode = kernels.paged_decode
+
+    def listen(*args: Any, **options: Any) -> None:
+        early.append(options["early"])
+        decode(*args, **options)
+
+    monkeypatch.setattr(kernels, "paged_decode", listen)
+    fmt = KVFormat("float32", 8, 2, 16)
+    q, cache, meta = ragged_batch([(1, 20), (1, 9)], 4, fmt, DEVICE, num_decodes=2)
+    k, v = torch.randn(2, 2, 2, 16, device=DEVICE)
+    backend, positions = TritonAttention(4, fmt, 0.25), meta.seq_lens.long() - 1
+    for rotates in (False, True, False):
+        if rotates:
+            q = backend.rotary_and_write_kv(
+                q, k, v, torch.randn(32, 16, device=DEVICE), positions, cache, meta
+            )
+        else:
+            meta.plan = None
+            backend.write_kv(k, v, cache, meta)
+        want = attention_float64(q, cache, meta, 0.25)
+        assert relative_error(backend.attend(q, cache, meta), want) < TOLERANCE["float32"]
+    assert early == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "rot", "norm", "window", "context"),
+    [
+        ("float32", 64, 64, None, None, 70),
+        ("float32", 80, 32, "float32", None, 1),
+        ("float16", 64, 48, "float16", 9, 41),
+        ("fp8", 64, 64, "float32", None, 49),
+        ("fp8_e5m2", 80, 16, None, 20, 33),
+        ("int8", 64, 64, None, None, 16),
+        ("int8+offset", 32, 32, "float32", None, 65),
+    ],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_one_row_rotates_itself(
+    kind: str,
+    dim: int,
+    rot: int,
+    norm: str | None,
+    window: int | None,
+    context: int,
+    splits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request of one row by itself: what it leaves in the cache, and attention, as by the plain backend,
+    which does one after the other."""
+    monkeypatch.setattr(kernels, "choose_splits", lambda *args: splits)
+    heads, kv_heads, block, scale = 6, 2, 8, dim**-0.5
+    fmt = KVFormat(kind.removesuffix("+offset"), block, kv_heads, dim, offset=kind.endswith("+offset"))
+    dtype = torch.float32 if fmt.quantized else getattr(torch, fmt.dtype)
+    order, last = torch.randperm(20), context - 1
+    table = order[: last // block + 2][None].int()
+    slots = (table[0, torch.arange(context) // block] * block + torch.arange(context) % block).long()
+    cache = torch.zeros(20, *fmt.layer_block_shape(), dtype=torch.uint8 if fmt.quantized else dtype)
+    centre = torch.randn(kv_heads, dim) if fmt.quantized else None
+
+    def backend(of: type[AttentionBackend]) -> AttentionBackend:
+        made = of(heads, fmt, scale, window)
+        if fmt.dtype.startswith("fp8"):
+            made.kv_scale = torch.tensor([[0.01, 0.02], [0.03, 0.015]], device=DEVICE)
+        made.kv_centre = None if centre is None else centre.to(DEVICE)
+        return made
+
+    def meta(begin: int, end: int) -> AttentionMetadata:
+        rows = end - begin
+        starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, rows], [end]))
+        return AttentionMetadata(
+            starts, lens, table.to(DEVICE), slots[begin:end].to(DEVICE), 1, rows, rows, 20 * block
+        )
+
+    plain, cache = backend(TorchAttention), cache.to(DEVICE)
+    plain.write_kv(*torch.randn(2, last, kv_heads, dim, device=DEVICE).to(dtype), cache, meta(0, last))
+    row = torch.randn(1, heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    cos_sin, positions = torch.randn(200, rot, device=DEVICE), torch.tensor([last], device=DEVICE)
+    weights: tuple[torch.Tensor, ...] = ()
+    if norm is not None:
+        weights = torch.randn(2, dim, device=DEVICE).to(getattr(torch, norm)).unbind()
+    found = []
+    for way in (plain, backend(TritonAttention)):
+        kept, (q, k, v) = cache.clone(), row.clone().split([heads, kv_heads, kv_heads], dim=1)
+        out = way.rotate_and_attend(q, k, v, cos_sin, positions, kept, meta(last, context), *weights)
+        found.append((out, kept))
+        monkeypatch.setattr(rotary_kv, "_rotary_write", None)  # which the last one does without
+    (want, plain_cache), (got, own_cache) = found
+    bound = 1e-3 if fmt.quantized else TOLERANCE[kind]
+    assert relative_error(got, want.double()) < bound
+    if fmt.quantized:  # codes whose keys are within rounding of halfway may be their neighbours
+        assert int((own_cache != plain_cache).sum()) <= 2
+        assert int((own_cache != cache).sum()) > dim // 2
+    else:
+        torch.testing.assert_close(own_cache, plain_cache, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize(

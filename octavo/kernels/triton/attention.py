@@ -28,6 +28,7 @@ from octavo.kernels.triton.attention_steps import (
     combine_splits,
     kv_steps,
     merge_partials,
+    send_for_blocks,
     split_chunk,
     store_partial,
 )
@@ -43,7 +44,20 @@ from octavo.kernels.triton.kv_codes import (
     view_cache,
     words_of,
 )
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
+from octavo.kernels.triton.launch import (
+    Launcher,
+    await_previous,
+    ceil_div,
+    let_next_start,
+    power_of_2,
+    wait_for_previous,
+)
+from octavo.kernels.triton.rotary_row import (
+    Unrotated,
+    load_rotated_queries,
+    load_rotated_row,
+    store_one_head,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -53,13 +67,15 @@ LOG2E = 1.4426950408889634
 def _paged_decode_kernel(
     q_ptr, cache_ptr, out_ptr, query_start_ptr, seq_len_ptr, table_ptr, partial_ptr, counter_ptr,
     shared_ptr, shared_partial_ptr, kv_scale_ptr,
-    q_row, q_head, out_row, cache_block, first_request, splits, table_row, shared_rows, shared_splits,
-    scale_log2, cap_scale,
+    k_ptr, v_ptr, angles_ptr, slot_ptr, q_weight_ptr, k_weight_ptr, kv_centre_ptr,
+    q_row, q_head, out_row, cache_block, k_head, v_head,
+    first_request, splits, table_row, shared_rows, shared_splits, scale_log2, cap_scale, eps,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, SENT: tl.constexpr, LANES: tl.constexpr,
+    ROT_DIM: tl.constexpr, HAS_NORM: tl.constexpr, CENTRED: tl.constexpr,
     SHARED_TILE: tl.constexpr, SHARED_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -71,6 +87,14 @@ def _paged_decode_kernel(
 
     With SHARED_TILE each context begins behind the positions that `octavo.kernels.triton.cascade` has
     attended to; the first split goes on from those results, so that what follows knows no difference.
+
+    With EARLY lengths, starts and block tables are read before the wait (`paged_decode` says when that is
+    safe), and the first SENT positions of a program are sent for. Not more than that: queries, and keys and
+    values of other requests' rows in blocks that are shared, are written by the kernel before.
+    LANES: threads of a program.
+
+    With ROT_DIM there is one request of one row, which `rotary_kv` has not been at: queries are rotated as
+    they are read, and the program whose positions end with the row's own stores its key and value.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = MAX_ROWS * GROUP
@@ -81,38 +105,71 @@ def _paged_decode_kernel(
         cap_scale *= k_unit
     else:
         scale_log2 *= k_unit
-    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    if not EARLY:
+        await_previous(OVERLAP)
     slot = tl.program_id(1)
     request = first_request + slot
     split = tl.program_id(2)
-    context = tl.load(seq_len_ptr + request)
-    first_row = tl.load(query_start_ptr + request).to(tl.int64)
-    rows = (tl.load(query_start_ptr + request + 1) - first_row).to(tl.int32)
-    if (rows <= 0) | (context <= 0):
-        return
+    # Past the L1, which may hold what was there before, until the wait.
+    context = tl.load(seq_len_ptr + request, cache_modifier=".cg")
+    first_row = tl.load(query_start_ptr + request, cache_modifier=".cg").to(tl.int64)
+    rows = (tl.load(query_start_ptr + request + 1, cache_modifier=".cg") - first_row).to(tl.int32)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(context - rows - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
     if SHARED_TILE > 0:
-        low = tl.load(shared_ptr) // SHARED_TILE * SHARED_TILE
+        low = tl.load(shared_ptr, cache_modifier=".cg") // SHARED_TILE * SHARED_TILE
     chunk = context - low
     used = 1
     if SPLIT:
         if context - low > WHOLE * MIN_CHUNK:
             chunk = split_chunk(context - low, splits, MIN_CHUNK, BLOCK_N)
             used = tl.cdiv(context - low, chunk)
+    # Without a wait: the first split's programs do wait, and so this kernel ends behind the one before.
     if split >= used:
         return
     begin = low + split * chunk
-    end = tl.minimum(begin + chunk, context)
+    end = tl.where(rows > 0, tl.minimum(begin + chunk, context), 0)
+    table = table_ptr + request.to(tl.int64) * table_row
+    head_ptr = cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND)
+    pos = begin + tl.arange(0, BLOCK_N)
+    blocks = tl.load(table + pos // BLOCK_SIZE, mask=pos < end, other=0, cache_modifier=".cg")
+    if EARLY:
+        if SENT > 0 and OVERLAP:
+            send_for_blocks(
+                table, head_ptr, cache_block, begin, tl.minimum(end, begin + SENT), HEAD_DIM, BLOCK_SIZE,
+                KV_HEADS, KIND, LANES,
+            )  # fmt: skip
+        await_previous(OVERLAP)
+    if (rows <= 0) | (context <= 0):
+        return
 
     m = tl.arange(0, BLOCK_M)
     row = m // GROUP
     head = kv_head * GROUP + m % GROUP
     live = m < rows * GROUP
-    q, q_odd = load_queries(
-        q_ptr + (first_row + row) * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND
-    )  # fmt: skip
+    if ROT_DIM > 0:
+        # All that is read comes before what waits for it, as no load is moved up over a branch or a store.
+        slot_of_row = tl.load(slot_ptr)
+        k, v = load_rotated_row(
+            k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, angles_ptr, k_weight_ptr, eps,
+            HEAD_DIM, ROT_DIM, BLOCK_D, HAS_NORM,
+        )  # fmt: skip
+        q, q_odd = load_rotated_queries(
+            q_ptr + head * q_head, live, angles_ptr, q_weight_ptr, eps,
+            HEAD_DIM, ROT_DIM, BLOCK_D, BLOCK_W, HAS_NORM, KIND,
+        )  # fmt: skip
+        if end == context:
+            store_one_head(
+                k, v, cache_ptr, cache_block * (1 if KIND == AS_IS else 2), slot_of_row, kv_scale_ptr,
+                kv_centre_ptr, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KIND, CENTRED,
+            )  # fmt: skip
+            tl.debug_barrier()  # other threads of the program read it
+    else:
+        q, q_odd = load_queries(
+            q_ptr + (first_row + row) * q_row + head * q_head, live, HEAD_DIM, BLOCK_W, KIND
+        )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     acc_odd = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -128,7 +185,7 @@ def _paged_decode_kernel(
         at_tile = (first_row + tile // GROUP) * HEADS + kv_head * GROUP + tile % GROUP
         begun, begun_max, begun_sum = merge_partials(
             shared_partial_ptr, shared_max_ptr, shared_sum_ptr, at_tile, every, parts, tile_live,
-            HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, MAX_SPLITS, BLOCK_S,
+            HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, BLOCK_S,
         )  # fmt: skip
         # Lanes beyond the tile repeat it: they are written nowhere.
         COPIES: tl.constexpr = BLOCK_M // BLOCK_T
@@ -138,15 +195,14 @@ def _paged_decode_kernel(
         if KIND != AS_IS:
             begun, _, _ = merge_partials(
                 shared_partial_ptr + WORDS, shared_max_ptr, shared_sum_ptr, at_tile, every, parts, tile_live,
-                HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, MAX_SPLITS, BLOCK_S,
+                HEAD_DIM, WORDS, BLOCK_W, BLOCK_T, BLOCK_S,
             )  # fmt: skip
             acc_odd = tl.broadcast_to(begun[None, :, :], [COPIES, BLOCK_T, BLOCK_W]).reshape(BLOCK_M, BLOCK_W)
     acc, acc_odd, row_max, row_sum = kv_steps(
-        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, context - rows + row,
-        table_ptr + request.to(tl.int64) * table_row,
-        cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND), cache_block,
-        scale_log2, cap_scale,
+        acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, context - rows + row, table, head_ptr,
+        cache_block, scale_log2, cap_scale,
         WINDOW, CAPPED, True, HEAD_DIM, BLOCK_SIZE, KV_HEADS, BLOCK_N, BLOCK_W, STAGES, PRECISION, KIND, HOW,
+        blocks,
     )  # fmt: skip
     if used == 1:
         factor = (v_unit / row_sum)[:, None]
@@ -168,7 +224,7 @@ def _paged_decode_kernel(
             if arrived == used - 1:
                 combine_splits(
                     out_ptr, out_row, first_row, rows, kv_head, partial_ptr, max_ptr, sum_ptr, base, used,
-                    v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, MAX_SPLITS, BLOCK_S, KIND != AS_IS,
+                    v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, BLOCK_S, KIND != AS_IS,
                 )  # fmt: skip
                 tl.store(counter, 0)
 
@@ -327,6 +383,8 @@ def shared_memory(device: torch.device) -> int:
 MIN_CHUNK = 128
 WHOLE = 3
 MAX_SPLITS = 64
+# Positions of a program whose keys and values are sent for while the kernel before still runs.
+SENT_EARLY = 1024
 
 
 def choose_splits(
@@ -408,7 +466,7 @@ def _decode_constants(
     heads: int, kv_heads: int, head_dim: int, block_words: int, block_size: int, dtype: torch.dtype,
     window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int, shared_tile: int, shared_chunk: int,
-    kind: int, how: int,
+    kind: int, how: int, early: bool, sent: int, whole: int, rot_dim: int, has_norm: bool, centred: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
     block_d = power_of_2(head_dim)
@@ -417,10 +475,9 @@ def _decode_constants(
     block_s = max(1, min(MAX_SPLITS, 8192 // (block_t * block_d)))
     min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
-        window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, MAX_SPLITS, min_chunk, WHOLE,
-        max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, shared_tile,
-        shared_chunk,
-        precision(dtype), kind, how,
+        window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, min_chunk, whole,
+        max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, early, sent,
+        32 * cfg.warps, rot_dim, has_norm, centred, shared_tile, shared_chunk, precision(dtype), kind, how,
     )  # fmt: skip
 
 
@@ -443,6 +500,8 @@ def paged_decode(
     config: TileConfig | None = None,
     shared: SharedPass | None = None,
     codes: KVCodes | None = None,
+    early: bool = False,
+    unrotated: Unrotated | None = None,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
 
@@ -462,6 +521,13 @@ def paged_decode(
         config: tile shape; None: the measured default.
         shared: go on from this pass over a shared beginning (without a window); None: there was none.
         codes: what a quantized cache's numbers mean; None: it is not quantized.
+        early: promises that on the stream, since `query_start`, `seq_lens`, `block_table` and the length of
+            `shared` were written, a kernel was launched that is none of a `Launcher` with `overlap`. It began
+            when they were complete, and whatever is launched after it begins later: they are read while the
+            kernel before still runs, and the keys and values that they name are sent for. Other arguments,
+            which that kernel may write, are not touched earlier than without it.
+        unrotated: the one row of the one request has not been through `rotary_kv.rotary_and_write_kv`, whose
+            work is done here, except that `q` stays as it is; without `shared`. None: all rows have.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     view = view_cache(cache, codes, seq_lens)
@@ -472,23 +538,28 @@ def paged_decode(
         heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, MIN_CHUNK,
         shared.config.block_n if shared else 0, shared.min_chunk if shared else 0, view.kind, view.how,
+        early, SENT_EARLY if early else 0, WHOLE, unrotated.angles.shape[1] if unrotated else 0,
+        unrotated is not None and unrotated.q_weight is not None, view.centred,
     )  # fmt: skip
+    # Where there is no such thing, any tensor stands in for it: the kernel's constants say so.
+    new = unrotated or Unrotated(q, q, q, seq_lens)
+    assert unrotated is None or (shared is None and len(new.k) == 1), "one row, and none shared"
     begun = (shared.length, shared.partials) if shared else (counters, partials)  # the latter are not read
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
-        (q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun, view.scale),
-        (q.stride(0), q.stride(1), out.stride(0), view.block),
         (
-            first_request,
-            splits,
-            block_table.stride(0),
-            shared.rows if shared else 0,
-            shared.splits if shared else 0,
-            *score_scales(scale, softcap),
+            q, cache, out, query_start, seq_lens, block_table, partials, counters, *begun, view.scale,
+            new.k, new.v, new.angles, new.slots, q if new.q_weight is None else new.q_weight,
+            q if new.k_weight is None else new.k_weight, view.centre,
+        ),
+        (q.stride(0), q.stride(1), out.stride(0), view.block, new.k.stride(1), new.v.stride(1)),
+        (
+            first_request, splits, block_table.stride(0), shared.rows if shared else 0,
+            shared.splits if shared else 0, *score_scales(scale, softcap), new.eps,
         ),
         constants,
         cfg.warps,
-    )
+    )  # fmt: skip
 
 
 def paged_prefill(

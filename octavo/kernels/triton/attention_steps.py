@@ -21,6 +21,7 @@ from octavo.kernels.triton.kv_codes import (
     load_stats,
     words_of,
 )
+from octavo.kernels.triton.launch import prefetch_l2_some
 
 
 @triton.jit
@@ -31,12 +32,32 @@ def split_chunk(length, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def send_for_blocks(
+    table_ptr, head_ptr, cache_block, begin, end, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Sends for the keys and values of positions `begin..end` (exclusive) into the L2, in whole blocks.
+
+    LANES // 2 blocks at most. It reads nothing: blocks may be written meanwhile.
+    """
+    PIECE: tl.constexpr = head_words(BLOCK_SIZE, HEAD_DIM, KIND)
+    BYTES: tl.constexpr = PIECE * head_ptr.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
+    lane = tl.arange(0, LANES)
+    number = begin // BLOCK_SIZE + lane // 2
+    live = number * BLOCK_SIZE < end
+    block = tl.load(table_ptr + number, mask=live, other=0, cache_modifier=".cg")
+    at = (head_ptr + block.to(tl.int64) * cache_block + lane % 2 * (KV_HEADS * PIECE)).to(tl.int64)
+    prefetch_l2_some(at // 16 * 16, BYTES, live.to(tl.int32))
+
+
+@triton.jit
 def kv_steps(
     acc, acc_odd, row_max, row_sum, q, q_odd, begin, end, row_pos, table_ptr, head_ptr, cache_block,
     scale_log2, cap_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
+    first_blocks=None,
 ):  # fmt: skip
     """One pass of online softmax over context positions `begin..end` (exclusive).
 
@@ -44,6 +65,9 @@ def kv_steps(
     replaced by `tanh(scores * cap_scale)`: see `attention.score_scales`.
     MASKED False promises that every row sees every position of the range and that its length is a
     multiple of BLOCK_N. `begin` is a multiple of BLOCK_SIZE or of BLOCK_N.
+
+    With `first_blocks`, the first step's entries of the block table, each step reads those of the next one
+    (and MASKED is True): no step's K and V wait for another load of the same step.
 
     Of a quantized cache (KIND, HOW: see `kv_codes`) elements of a head come as even ones and as odd ones, in
     BLOCK_W lanes each; the accumulators count in `units`, and the scales of the scores have K's. Else
@@ -54,16 +78,22 @@ def kv_steps(
     V_OFFSET: tl.constexpr = KV_HEADS * head_words(BLOCK_SIZE, HEAD_DIM, KIND)
     HAS_STATS: tl.constexpr = KIND == INT8 or KIND == INT8_OFFSET
     words = tl.arange(0, BLOCK_W)
+    if first_blocks is not None:
+        block = first_blocks
     if KIND == INT8_OFFSET:
         q_sum = tl.sum(q.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         pos = tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK_N)
-        if MASKED:
-            block = tl.load(table_ptr + pos // BLOCK_SIZE, mask=pos < end, other=0)
-        else:
-            block = tl.load(table_ptr + pos // BLOCK_SIZE)
+        if first_blocks is None:
+            if MASKED:
+                block = tl.load(table_ptr + pos // BLOCK_SIZE, mask=pos < end, other=0)
+            else:
+                block = tl.load(table_ptr + pos // BLOCK_SIZE)
         # 64-bit: a cache of many gigabytes has more elements than an int32 can count.
         at = block.to(tl.int64) * cache_block
+        if first_blocks is not None:
+            after = pos + BLOCK_N
+            block = tl.load(table_ptr + after // BLOCK_SIZE, mask=after < end, other=0)
         rows = at + (pos % BLOCK_SIZE) * WORDS
         k_ptr = head_ptr + rows[None, :] + words[:, None]
         v_ptr = head_ptr + V_OFFSET + rows[:, None] + words[None, :]
@@ -139,22 +169,16 @@ def store_partial(ptr, acc, acc_odd, live, HEAD_DIM: tl.constexpr, BLOCK_W: tl.c
 def merge_partials(
     acc_ptr, max_ptr, sum_ptr, first, step, count, live,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One partial result of each lane's `count` (at most MAX_SPLITS), added up in order: lane t's are
+    """One partial result of each lane's `count`, added up in order, BLOCK_S at a time: lane t's are
     `first[t] + i * step`, of which DIMS elements of HEAD_DIM are taken. Lanes that are not `live` get that of
     no positions: 0, minus infinity, 0.
     """
     # They were written by other multiprocessors: read them past the L1 (".cg").
     dims = tl.arange(0, BLOCK_D)
-    every = tl.arange(0, MAX_SPLITS)
-    all_max = tl.load(
-        max_ptr + first[None, :] + every[:, None] * step,
-        mask=(every < count)[:, None] & live[None, :], other=float("-inf"), cache_modifier=".cg",
-    )  # fmt: skip
-    row_max = tl.max(all_max, axis=0)
-    top = tl.where(row_max == float("-inf"), 0.0, row_max)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_T], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_T], tl.float32)
     for s in tl.range(0, count, BLOCK_S):
         some = s + tl.arange(0, BLOCK_S)
@@ -166,9 +190,13 @@ def merge_partials(
             acc_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :],
             mask=mask[:, :, None] & (dims < DIMS)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
+        top = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = tl.math.exp2(row_max - top)
         weight = tl.math.exp2(part_max - top[None, :])
-        acc += tl.sum(part * weight[:, :, None], axis=0)
-        row_sum += tl.sum(part_sum * weight, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        row_sum = row_sum * shrink + tl.sum(part_sum * weight, axis=0)
+        row_max = new_max
     return acc, row_max, row_sum
 
 
@@ -176,8 +204,7 @@ def merge_partials(
 def combine_splits(
     out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits, v_unit,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    EVEN_FIRST: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, EVEN_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Writes what the `splits` partial results of one (request, KV head) come to, times `v_unit`.
 
@@ -187,7 +214,7 @@ def combine_splits(
     dims = tl.arange(0, BLOCK_D)
     total, _, weight_sum = merge_partials(
         acc_ptr, max_ptr, sum_ptr, base * TILE + tile, TILE, splits, tile < TILE,
-        HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_T, MAX_SPLITS, BLOCK_S,
+        HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
     )  # fmt: skip
     target = (first_row + tile // GROUP) * out_row + (kv_head * GROUP + tile % GROUP) * HEAD_DIM
     mask = (tile < rows * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]

@@ -37,11 +37,24 @@ def overlaps(device: int) -> bool:
 
 
 @triton.jit
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """Lets the next kernel be started, and waits until the one before has written its results."""
+def let_next_start(OVERLAP: tl.constexpr):
+    """Lets the next kernel be started. Every program must still call `await_previous`."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(OVERLAP: tl.constexpr):
+    """Waits until the kernel before has written its results."""
+    if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Lets the next kernel be started, and waits until the one before has written its results."""
+    let_next_start(OVERLAP)
+    await_previous(OVERLAP)
 
 
 @triton.jit
@@ -52,6 +65,20 @@ def prefetch_l2(at, size):
         "{ .reg .pred p; setp.ne.u32 p, $2, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_l2_some(at, size, wanted):
+    """As `prefetch_l2`, where `wanted` is not 0 (int32)."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $3, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r", [at, size, wanted], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -93,6 +120,10 @@ class Launcher:
     while the kernel before it on the stream still runs (programmatic dependent launch). Every program
     must then call `wait_for_previous(OVERLAP)` before it touches anything that is written on the stream;
     after that the kernel before is complete, and so, by its own wait, is every earlier one.
+
+    What may be read before the wait, beside what no kernel writes: kernels begin in the order of the stream,
+    and one that is not started early (any of PyTorch's) begins when all before it are complete. So whatever
+    begins behind such a kernel finds written what was to be written before that one.
 
     `options` are Triton's for compilation (`enable_fp_fusion`, …).
     """

@@ -20,6 +20,33 @@ from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_fo
 
 
 @triton.jit
+def store_heads_row(
+    k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, heads, live, mask,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Stores some `heads` of a row, keys and values `[heads, BLOCK_D]`, at its slot; those that are `live`
+    and elements in `mask`."""
+    dims = tl.arange(0, BLOCK_D)
+    PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
+    piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
+    place = slot % BLOCK_SIZE
+    if KIND == AS_IS:
+        target = piece[:, None] + place * HEAD_DIM + dims[None, :]
+        tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + KV_HEADS * PIECE, v.to(cache_ptr.dtype.element_ty), mask=mask)
+    else:
+        k = less_centre(k, kv_centre_ptr, heads, dims[None, :], mask, HEAD_DIM, CENTRED)
+        store_row(
+            piece, place, kv_scale_ptr, heads, k, mask, live, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND
+        )  # fmt: skip
+        store_row(
+            piece + KV_HEADS * PIECE, place, kv_scale_ptr + KV_HEADS, heads, v, mask, live,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND,
+        )  # fmt: skip
+
+
+@triton.jit
 def _write_kv_kernel(
     k_ptr, v_ptr, cache_ptr, slot_ptr, kv_scale_ptr, kv_centre_ptr,
     k_row, k_head, v_row, v_head, cache_block,
@@ -32,32 +59,20 @@ def _write_kv_kernel(
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     slot = tl.load(slot_ptr + row)
-    if slot < 0:
-        return
     live = heads < HEADS
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     k = tl.load(k_ptr + row * k_row + heads[:, None] * k_head + dims[None, :], mask=mask)
     v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims[None, :], mask=mask)
-    PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
-    piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
-    place = slot % BLOCK_SIZE
-    if KIND == AS_IS:
-        target = piece[:, None] + place * HEAD_DIM + dims[None, :]
-        tl.store(target, k.to(cache_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + HEADS * PIECE, v.to(cache_ptr.dtype.element_ty), mask=mask)
-    else:
-        k = less_centre(k, kv_centre_ptr, heads, dims[None, :], mask, HEAD_DIM, CENTRED)
-        store_row(
-            piece, place, kv_scale_ptr, heads, k, mask, live, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND
-        )  # fmt: skip
-        store_row(
-            piece + HEADS * PIECE, place, kv_scale_ptr + HEADS, heads, v, mask, live,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, KIND,
-        )  # fmt: skip
+    if slot < 0:
+        return
+    store_heads_row(
+        k, v, cache_ptr, cache_block, slot, kv_scale_ptr, kv_centre_ptr, heads, live, mask,
+        HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KIND, CENTRED,
+    )  # fmt: skip
 
 
 @triton.jit
-def _weighted(x, scale, weight, dtype: tl.constexpr):
+def weighted(x, scale, weight, dtype: tl.constexpr):
     """The tile `x` times its heads' `scale` and the weight, rounded to `dtype` where an unfused norm rounds:
     before a weight of that dtype and after, or with a float32 weight only after."""
     x = x * scale[:, None]
@@ -87,14 +102,14 @@ def _rotate_heads(
     rest_ptr = x_ptr + heads[:, None] * head_stride + rest_dims[None, :]
     rest = tl.load(rest_ptr, mask=rest_mask, other=0.0).to(tl.float32)
     if HAS_NORM:
-        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
-        scale = tl.rsqrt(square / HEAD_DIM + eps)
         low_weight = tl.load(weight_ptr + half, mask=half < HALF, other=0.0)
         high_weight = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0)
-        low = _weighted(low, scale, low_weight, dtype)
-        high = _weighted(high, scale, high_weight, dtype)
         rest_weight = tl.load(weight_ptr + rest_dims, mask=rest_dims < HEAD_DIM, other=0.0)
-        rest = _weighted(rest, scale, rest_weight, dtype)
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1) + tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)
+        low = weighted(low, scale, low_weight, dtype)
+        high = weighted(high, scale, high_weight, dtype)
+        rest = weighted(rest, scale, rest_weight, dtype)
         tl.store(rest_ptr, rest.to(dtype), mask=rest_mask)
     new_low = (low * cos[None, :] - high * sin[None, :]).to(dtype)
     new_high = (high * cos[None, :] + low * sin[None, :]).to(dtype)
@@ -129,12 +144,16 @@ def _rotary_write_kernel(
     else:
         heads = heads - Q_GROUPS * BLOCK_H
         live = heads < KV_HEADS
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        mask = live[:, None] & (dims < HEAD_DIM)
+        if HAS_CACHE:  # one way to memory for all that is read: a load is not moved up over the stores below
+            slot = tl.load(slot_ptr + row)
+            v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims, mask=mask)
         low, high, rest = _rotate_heads(
             k_ptr + row * k_row, k_weight_ptr, angles, eps, k_head, heads, live,
             HEAD_DIM, ROT_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM,
         )  # fmt: skip
         if HAS_CACHE:
-            slot = tl.load(slot_ptr + row)
             live = live & (slot >= 0)
             PIECE: tl.constexpr = head_bytes(BLOCK_SIZE, HEAD_DIM, KIND)
             piece = cache_ptr + (slot // BLOCK_SIZE) * cache_block + heads * PIECE
@@ -142,11 +161,9 @@ def _rotary_write_kernel(
             head_ptr = piece[:, None] + place * HEAD_DIM
             half = tl.arange(0, BLOCK_HALF)[None, :]
             rest_dims = ROT_DIM + tl.arange(0, BLOCK_REST)[None, :]
-            dims = tl.arange(0, BLOCK_D)[None, :]
             half_mask = live[:, None] & (half < HALF)
             rest_mask = live[:, None] & (rest_dims < HEAD_DIM)
-            mask = live[:, None] & (dims < HEAD_DIM)
-            v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + dims, mask=mask)
+            mask = mask & (slot >= 0)
             if KIND == AS_IS:
                 dtype: tl.constexpr = cache_ptr.dtype.element_ty
                 tl.store(head_ptr + half, low.to(dtype), mask=half_mask)
