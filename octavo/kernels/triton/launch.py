@@ -53,6 +53,17 @@ def prefetch_l2(at, size):
     )  # fmt: skip
 
 
+@triton.jit
+def prefetch_l2_where(at, size, live):
+    """`prefetch_l2` where `live` (int32) is not 0. A tensor with an element for each thread sends for each
+    once, where one of fewer elements would for each thread's copy."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0;"
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r", [at, size, live], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 Instead = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _instead: Instead | None = None
 

@@ -64,7 +64,7 @@ def _zero(zero_ptr, group, row_at, size_out, HAS_ZEROS: tl.constexpr):
     if HAS_ZEROS:
         return tl.load(zero_ptr + group // 8 * size_out + row_at) >> group % 8 * 4 & 15
     else:
-        return tl.full([row_at.shape[0]], 8, tl.int32)
+        return tl.full(row_at.shape, 8, tl.int32)
 
 
 @triton.jit

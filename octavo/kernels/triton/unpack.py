@@ -41,13 +41,15 @@ def by_ptx() -> bool:
 
 @triton.jit
 def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Nibbles less their zero point: int16 codes `[n, m]`, int32 zeros `[n]`, to four of `dtype` `[n, m]`.
+    """Nibbles less their zero point: int16 codes `[…, n, m]`, int32 zeros `[…, n]`, to four of `dtype` as the
+    codes.
 
     PACKED: by PTX, for a 16-bit `dtype`; else by what Triton's interpreter knows.
     """
     if PACKED:
         BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
-        less = tl.broadcast_to((-zero - BASE).to(tl.float32).to(dtype)[:, None], codes.shape)
+        less = (-zero - BASE).to(tl.float32).to(dtype)
+        less = tl.broadcast_to(tl.expand_dims(less, -1), codes.shape)
         if dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 _BF16_NIBBLES, "=&r,=&r,=&r,=&r,r,r", [codes, less],
@@ -60,7 +62,7 @@ def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
             )  # fmt: skip
     else:
         wide = codes.to(tl.int32)
-        less = zero[:, None]
+        less = tl.expand_dims(zero, -1)
         return (
             ((wide & 15) - less).to(dtype),
             ((wide >> 4 & 15) - less).to(dtype),
