@@ -14,7 +14,7 @@ from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.lowbit_8bit import multiply
 from octavo.kernels.triton.row_8bit import RowConfig, fitted, row_8bit
-from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps, warps_config
 from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, Form, Rows8
 from octavo.kernels.triton.scale_rows import scale_rows
 from octavo.kernels.triton.skinny_8bit import skinny_8bit
@@ -223,6 +223,14 @@ def test_one_row_by_warps(kind: str, config: tuple[int, ...], size_in: int, size
         assert torch.equal(residual, kept) and torch.equal(stream, total)
         # A code that is rounded the other way, since `rsqrt` may differ in its last bit.
         assert lowbit_cases.error(got, case.want(normed)) < TOLERANCE[dtype] + 0.02
+
+
+def test_cuts_of_warps_are_fitted() -> None:
+    assert warps_config((16, 512, 8), 4096) == WarpsConfig(16, 512, 8)
+    assert warps_config((16, 512, 8), 8192) == WarpsConfig(16, 512, 8, 3)
+    assert warps_config((16, 512, 8, 4, 64), 14336) == WarpsConfig(16, 512, 8, 4, 64)
+    assert warps_config((16, 512, 8), 1000) == WarpsConfig(16, 512, 2)
+    assert warps_config(None, 20) == WarpsConfig(16, 32, 1, 3, 4096)
 
 
 def test_one_row_by_warps_refusals() -> None:

@@ -19,6 +19,9 @@ from octavo.kernels.triton.norm import weighted
 from octavo.kernels.triton.row_8bit import GELU, matrix_rows, store_results
 from octavo.kernels.triton.rows_8bit import codes_of, given_or_scale_of
 
+# Weights of a warp that registers hold, 64 words a thread.
+_RESIDENT_BYTES = 8192
+
 
 class WarpsConfig(NamedTuple):
     """How the work is cut.
@@ -38,6 +41,16 @@ class WarpsConfig(NamedTuple):
     warps: int
     stages: int = 0
     prefetch: int = 0
+
+
+def warps_config(config: tuple[int, ...] | None, size_in: int) -> WarpsConfig:
+    """A cut that was measured for about so many inputs, as these can have it; None: a default one."""
+    cut = WarpsConfig(16, 256, 8, 3, 4096) if config is None else WarpsConfig(*config)
+    width = power_of_2(size_in)
+    inputs = min(cut.inputs, max(32, width))
+    warps = max(1, min(cut.warps, width // inputs))
+    resident = cut.outputs * power_of_2(ceil_div(size_in, warps)) <= _RESIDENT_BYTES
+    return cut._replace(inputs=inputs, warps=warps, stages=cut.stages if cut.stages or resident else 3)
 
 
 @triton.jit
