@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from octavo.kernels.reference_lowbit import pack_rows
 from octavo.kernels.reference_tiles import NF4, Tiles, make_tiles
 from octavo.kernels.triton import tiles as kernels
-from octavo.kernels.triton import tiles_row, tiles_row_warps
 from octavo.kernels.triton.tiles import TilesConfig
-from octavo.kernels.triton.tiles_row import RowConfig
-from octavo.kernels.triton.tiles_row_warps import WarpsConfig
+from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
 
 FORMS = (
     "int4 128",
@@ -83,7 +81,7 @@ def check_row(
     case: Case,
     dtype: torch.dtype,
     act: str | None,
-    config: RowConfig | WarpsConfig,
+    config: RowConfig,
     norm: bool,
     stream: bool,
     tolerance: float,
@@ -96,8 +94,7 @@ def check_row(
     weight = (0.5 + torch.rand(size_in, device=device)).to(dtype) if norm else None
     kept = residual.clone()
     given = residual if stream else None
-    product: Any = tiles_row if isinstance(config, RowConfig) else tiles_row_warps
-    got, after = product.tiles_row_linear(x, case.tiles, bias, act, config, weight, 1e-5, given)
+    got, after = tiles_row_linear(x, case.tiles, bias, act, config, weight, 1e-5, given)
     want_stream = (x.float() + residual.float()).to(dtype) if stream else x
     assert torch.equal(after, want_stream) and torch.equal(residual, kept)
     row = want_stream.double()
