@@ -153,15 +153,15 @@ def _row_kernel(
     if STAGES == 0:
         for round in tl.static_range(ROUNDS):
             col = _columns(round, WARPS, BLOCK_IN)
-            x = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
-            codes = codes_of(x.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
+            part = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
+            codes = codes_of(part.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
             acc = _add(acc, weights[round], codes)
     else:
         for round in tl.range(0, ROUNDS, num_stages=STAGES):
             col = _columns(round, WARPS, BLOCK_IN)
             w = _load_weights(weight_ptr, weight_row, row, col, IN, EVEN)
-            x = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
-            codes = codes_of(x.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
+            part = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
+            codes = codes_of(part.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
             acc = _add(acc, w, codes)
     # The 8 lines are the same.
     line = tl.where(tl.arange(0, 8)[None, None, :] == 0, acc, 0)
