@@ -83,15 +83,20 @@ def _load_tile(weight_ptr, weight_row, tile, cols, end, OUT: tl.constexpr, OUTPU
 
 
 @triton.jit
-def store_results(result, scale_ptr, bias_ptr, out_ptr, tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr,
-                   GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
-    """Ends a tile's sums, `[OUTPUTS]`: scales of outputs, bias, activation (GELU None: there is none)."""
+def output_scales(scale_ptr, tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """The scales of a tile's outputs, `[OUTPUTS]`."""
+    at = matrix_rows(tile, OUT, OUTPUTS, GATED)
+    return tl.load(scale_ptr + at, mask=tile * OUTPUTS + tl.arange(0, OUTPUTS) < OUT, other=0.0)
+
+
+@triton.jit
+def store_results(result, bias_ptr, out_ptr, tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr,
+                  HAS_BIAS: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
+    """Ends a tile's sums, `[OUTPUTS]`: bias, activation (GELU None: there is none)."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     GATED: tl.constexpr = GELU is not None
     at = matrix_rows(tile, OUT, OUTPUTS, GATED)
     inside = tile * OUTPUTS + tl.arange(0, OUTPUTS) < OUT
-    if not GROUP:
-        result *= tl.load(scale_ptr + at, mask=inside, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if GATED:
@@ -168,7 +173,9 @@ def _row_kernel(
         if SPLITS > 1:
             tl.store(parts + (tl.program_id(1) * TILES + step) * OUTPUTS + tl.arange(0, OUTPUTS), result)
         else:
-            store_results(result, scale_ptr, bias_ptr, out_ptr, tile, OUT, OUTPUTS, GROUP, HAS_BIAS, GELU)
+            if not GROUP:
+                result *= output_scales(scale_ptr, tile, OUT, OUTPUTS, GATED)
+            store_results(result, bias_ptr, out_ptr, tile, OUT, OUTPUTS, HAS_BIAS, GELU)
     if SPLITS > 1:
         # All threads' stores come before the release by the one that counts.
         tl.debug_barrier()
@@ -178,9 +185,9 @@ def _row_kernel(
             for step in tl.static_range(TILES):
                 sums_at = parts + step * OUTPUTS + tl.arange(0, OUTPUTS)
                 result = add_parts(sums_at, TILES * OUTPUTS, tl.full([OUTPUTS], 1, tl.int1), SPLITS)
-                store_results(
-                    result, scale_ptr, bias_ptr, out_ptr, first + step, OUT, OUTPUTS, GROUP, HAS_BIAS, GELU
-                )
+                if not GROUP:
+                    result *= output_scales(scale_ptr, first + step, OUT, OUTPUTS, GATED)
+                store_results(result, bias_ptr, out_ptr, first + step, OUT, OUTPUTS, HAS_BIAS, GELU)
 
 
 _row = Launcher(_row_kernel, overlap=True)

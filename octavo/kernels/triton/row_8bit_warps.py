@@ -16,7 +16,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2_where, wait_for_previous
 from octavo.kernels.triton.norm import weighted
-from octavo.kernels.triton.row_8bit import GELU, matrix_rows, store_results
+from octavo.kernels.triton.row_8bit import GELU, matrix_rows, output_scales, store_results
 from octavo.kernels.triton.rows_8bit import codes_of, given_or_scale_of
 
 # Weights of a warp that registers hold, 64 words a thread.
@@ -130,11 +130,14 @@ def _row_kernel(
         own = index // 2 + index % 2 * (OUT // 2) if GELU is not None else index
         at = (weight_ptr + own.to(tl.int64) * weight_row).to(tl.int64)
         prefetch_l2_where(at, PREFETCH, (lane < OUTPUTS).to(tl.int32))
+    scale = output_scales(scale_ptr, tile, OUT, OUTPUTS, GELU is not None)
+    everywhere = tl.arange(0, WIDTH)
+    if NORM:
+        norm = _load(norm_ptr, everywhere, IN, WIDTH == IN)
     wait_for_previous(OVERLAP)
 
     factor = None
     if not GIVEN or NORM or HAS_RESIDUAL:
-        everywhere = tl.arange(0, WIDTH)
         x = _numbers(
             x_ptr, residual_ptr, norm_ptr, everywhere, None, IN, WIDTH == IN, NORM, HAS_RESIDUAL
         )  # fmt: skip
@@ -144,7 +147,7 @@ def _row_kernel(
         if NORM:
             wide = x.to(tl.float32)
             factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / IN + eps)
-            x = weighted(x, factor, _load(norm_ptr, everywhere, IN, WIDTH == IN))
+            x = weighted(x, factor, norm)
         row_scale = given_or_scale_of(x.to(tl.float32), given_ptr, GIVEN, IS_FP8)
     else:
         row_scale = tl.load(given_ptr).to(tl.float32)
@@ -165,8 +168,8 @@ def _row_kernel(
             acc = _add(acc, w, codes)
     # The 8 lines are the same.
     line = tl.where(tl.arange(0, 8)[None, None, :] == 0, acc, 0)
-    result = tl.sum(tl.sum(line, axis=2), axis=0).to(tl.float32) * row_scale
-    store_results(result, scale_ptr, bias_ptr, out_ptr, tile, OUT, OUTPUTS, 0, HAS_BIAS, GELU)
+    result = tl.sum(tl.sum(line, axis=2), axis=0).to(tl.float32) * row_scale * scale
+    store_results(result, bias_ptr, out_ptr, tile, OUT, OUTPUTS, HAS_BIAS, GELU)
 
 
 _row = Launcher(_row_kernel, overlap=True)
