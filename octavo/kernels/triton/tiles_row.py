@@ -95,8 +95,7 @@ def _send_ahead(codes_ptr, tile, size_out, last, OUTPUTS: tl.constexpr, WARPS: t
 @triton.jit
 def _load_row(x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, WARPS: tl.constexpr,
               EVEN: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
-    """A round's part of the row, `[WARPS, 32, 8]`, what its slabs are multiplied by too much where codes lie
-    136 above what they mean, `[WARPS, 1, 8]`, and `squares` with its squares."""
+    """A round's part of the row, `[WARPS, 32, 8]`, and `squares` with its squares."""
     col = _columns(round, WARPS)
     x = _load(x_ptr, col, size_in, EVEN)
     if HAS_RESIDUAL:
@@ -108,7 +107,7 @@ def _load_row(x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, 
         wide = x.to(tl.float32)
         squares += wide * wide
         x = (wide * factor.to(tl.float32)).to(x.dtype)
-    return tl.permute(x, (0, 2, 1)), (tl.sum(x.to(tl.float32), axis=2) * 136.0)[:, None, :], squares
+    return tl.permute(x, (0, 2, 1)), squares
 
 
 @triton.jit
@@ -132,6 +131,40 @@ def _load_codes(codes_ptr, step, C: tl.constexpr, row_at, size_out):
     return tl.load(codes_ptr + at, eviction_policy="evict_first")
 
 
+def _moves(count: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX of registers that go through unchanged, and its constraints."""
+    moves = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
+    return tl.constexpr(moves), tl.constexpr(",".join(["=&r"] * count + ["r"] * count))
+
+
+_MOVES_2, _OF_2 = _moves(2)
+_MOVES_4, _OF_4 = _moves(4)
+_MOVES_8, _OF_8 = _moves(8)
+
+
+@triton.jit
+def _all_loaded(codes, COUNT: tl.constexpr):
+    """The tensors that were loaded, none of which is put to use before the last has been sent for: else each
+    is brought into order in shared memory while the next ones wait."""
+    if COUNT == 2:
+        return tl.inline_asm_elementwise(
+            _MOVES_2, _OF_2, [codes[0], codes[1]], dtype=(tl.int16, tl.int16), is_pure=False, pack=2
+        )
+    elif COUNT == 4:
+        return tl.inline_asm_elementwise(
+            _MOVES_4, _OF_4, [codes[0], codes[1], codes[2], codes[3]], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=False,
+            pack=2,
+        )  # fmt: skip
+    elif COUNT == 8:
+        return tl.inline_asm_elementwise(
+            _MOVES_8, _OF_8,
+            [codes[0], codes[1], codes[2], codes[3], codes[4], codes[5], codes[6], codes[7]],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16), is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        return codes
+
+
 @triton.jit
 def _load_scale(scale_ptr, step, C: tl.constexpr, row_at, size_out, GROUP: tl.constexpr, SCALE: tl.constexpr):
     """The scale of all of a block's columns, `[WARPS, OUTPUTS]`, where they share one."""
@@ -143,15 +176,16 @@ def _load_scale(scale_ptr, step, C: tl.constexpr, row_at, size_out, GROUP: tl.co
 
 @triton.jit
 def _add_block(
-    total, codes, scale, x, excess, scale_ptr, zero_ptr, table_ptr, step, C: tl.constexpr, row_at, size_out,
+    total, codes, scale, x, scale_ptr, zero_ptr, table_ptr, step, C: tl.constexpr, row_at, size_out,
     GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr, TABLE: tl.constexpr,
     LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """`total [WARPS, OUTPUTS, 8]` and block C's products with a step's row, `x [WARPS, 32, 8]`, in the lines
     of their slabs, C * 4 to C * 4 + 3; the others are of no use, and may hold anything."""
-    # Symmetric codes are multiplied 136 too high, which float32 sums bear, and that is taken away at once.
-    LATE: tl.constexpr = not TABLE and not HAS_ZEROS and (x.dtype == tl.bfloat16 or not PACKED)
-    if LATE:
+    below = tl.zeros([total.shape[0], total.shape[1], 8], tl.float32)
+    if not TABLE and not HAS_ZEROS and (x.dtype == tl.bfloat16 or not PACKED):
+        # Symmetric codes are multiplied 136 too high, by sums that begin as much below.
+        below = tl.dot(tl.full([total.shape[0], total.shape[1], 32], -136.0, x.dtype), x, below)
         w0, w1, w2, w3 = unpack_and_128(codes, x.dtype, PACKED)
     else:
         w0, w1, w2, w3 = unpack_block(
@@ -159,16 +193,10 @@ def _add_block(
             x.dtype,
         )  # fmt: skip
     line = tl.arange(0, 8)[None, None, :]
-    none = tl.zeros([total.shape[0], total.shape[1], 8], tl.float32)
-    p0 = tl.dot(w0, x, none)
-    p1 = tl.dot(w1, x, none)
-    p2 = tl.dot(w2, x, none)
-    p3 = tl.dot(w3, x, none)
-    if LATE and GROUP == 32:
-        p0 -= excess
-        p1 -= excess
-        p2 -= excess
-        p3 -= excess
+    p0 = tl.dot(w0, x, below)
+    p1 = tl.dot(w1, x, below)
+    p2 = tl.dot(w2, x, below)
+    p3 = tl.dot(w3, x, below)
     if GROUP == 32:
         p0 *= slab_scale(scale_ptr, step, C, 0, row_at, size_out, GROUP, SCALE)[:, :, None]
         p1 *= slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, :, None]
@@ -176,15 +204,10 @@ def _add_block(
         p3 *= slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, :, None]
     first = tl.where(line == C * 4, p0, p1)
     second = tl.where(line == C * 4 + 2, p2, p3)
-    if LATE and GROUP == 64:
-        first -= excess
-        second -= excess
     if GROUP == 64:
         first *= slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, :, None]
         second *= slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, :, None]
     products = tl.where(line < C * 4 + 2, first, second)
-    if LATE and GROUP != 32 and GROUP != 64:
-        products -= excess
     if GROUP > 64:
         products *= scale[:, :, None]
     return total + products
@@ -244,6 +267,8 @@ def _row_kernel(
                 codes = codes + (_load_codes(codes_ptr, step, c, row_at, size_out),)  # type: ignore[assignment]
                 scale = _load_scale(scale_ptr, step, c, row_at, size_out, GROUP, SCALE)
                 scales = scales + (scale,)  # type: ignore[assignment]
+        if PACKED:
+            codes = _all_loaded(codes, 2 * ROUNDS)
     elif PREFETCH and OVERLAP:
         _send_ahead(codes_ptr, first_tile, size_out, last, OUTPUTS, WARPS, ACT > 0, PREFETCH)
     factors = ()
@@ -257,26 +282,24 @@ def _row_kernel(
     none = tl.zeros([WARPS, OUTPUTS, 8], tl.float32)
     if ROUNDS:
         rows = ()
-        excesses = ()
         for round in tl.static_range(ROUNDS):
-            x, excess, squares = _load_row(
+            x, squares = _load_row(
                 x_ptr, residual_ptr, stream_ptr, factors[round] if NORM else None, squares, round, size_in,
                 WARPS, EVEN, NORM, HAS_RESIDUAL,
             )  # fmt: skip
             rows = rows + (x,)  # type: ignore[assignment]
-            excesses = excesses + (excess,)  # type: ignore[assignment]
         if STAGES == 0:
             first = none
             second = none
             for round in tl.static_range(ROUNDS):
                 step = _steps(round, last, WARPS)
                 first = _add_block(
-                    first, codes[2 * round], scales[2 * round], rows[round], excesses[round], scale_ptr,
+                    first, codes[2 * round], scales[2 * round], rows[round], scale_ptr,
                     zero_ptr, table_ptr, step, 0, row_at, size_out, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP,
                     PACKED,
                 )  # fmt: skip
                 second = _add_block(
-                    second, codes[2 * round + 1], scales[2 * round + 1], rows[round], excesses[round],
+                    second, codes[2 * round + 1], scales[2 * round + 1], rows[round],
                     scale_ptr, zero_ptr, table_ptr, step, 1, row_at, size_out, GROUP, SCALE, HAS_ZEROS,
                     TABLE, LOOK_UP, PACKED,
                 )  # fmt: skip
@@ -292,7 +315,7 @@ def _row_kernel(
                 second = none
                 for round in tl.static_range(ROUNDS):
                     first, second = _add_round(
-                        first, second, rows[round], excesses[round], codes_ptr, scale_ptr, zero_ptr,
+                        first, second, rows[round], codes_ptr, scale_ptr, zero_ptr,
                         table_ptr, round, last, row_at, size_out, WARPS, GROUP, SCALE, HAS_ZEROS, TABLE,
                         LOOK_UP, PACKED,
                     )  # fmt: skip
@@ -305,12 +328,12 @@ def _row_kernel(
         second = none
         for round in tl.range(0, tl.cdiv(last, WARPS), num_stages=STAGES):
             factor = _load(norm_ptr, _columns(round, WARPS), size_in, EVEN) if NORM else None
-            x, excess, squares = _load_row(
+            x, squares = _load_row(
                 x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, WARPS, EVEN, NORM,
                 HAS_RESIDUAL,
             )  # fmt: skip
             first, second = _add_round(
-                first, second, x, excess, codes_ptr, scale_ptr, zero_ptr, table_ptr, round, last, row_at,
+                first, second, x, codes_ptr, scale_ptr, zero_ptr, table_ptr, round, last, row_at,
                 size_out, WARPS, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
             )  # fmt: skip
         _store(
@@ -321,7 +344,7 @@ def _row_kernel(
 
 @triton.jit
 def _add_round(
-    first, second, x, excess, codes_ptr, scale_ptr, zero_ptr, table_ptr, round, last, row_at, size_out,
+    first, second, x, codes_ptr, scale_ptr, zero_ptr, table_ptr, round, last, row_at, size_out,
     WARPS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr,
     TABLE: tl.constexpr, LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -332,11 +355,11 @@ def _add_round(
     scale = _load_scale(scale_ptr, step, 0, row_at, size_out, GROUP, SCALE)
     scale_1 = _load_scale(scale_ptr, step, 1, row_at, size_out, GROUP, SCALE)
     first = _add_block(
-        first, codes, scale, x, excess, scale_ptr, zero_ptr, table_ptr, step, 0, row_at, size_out,
+        first, codes, scale, x, scale_ptr, zero_ptr, table_ptr, step, 0, row_at, size_out,
         GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
     )  # fmt: skip
     second = _add_block(
-        second, codes_1, scale_1, x, excess, scale_ptr, zero_ptr, table_ptr, step, 1, row_at, size_out,
+        second, codes_1, scale_1, x, scale_ptr, zero_ptr, table_ptr, step, 1, row_at, size_out,
         GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
     )  # fmt: skip
     return first, second
