@@ -22,8 +22,8 @@ import triton.language as tl
 from octavo.kernels.reference_tiles import BLOCK, STEP, Tiles
 from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2_where, wait_for_previous
-from octavo.kernels.triton.tiles import ACTS, form_constants, form_tensors, slab_scale, unpack_block
-from octavo.kernels.triton.unpack import unpack_and_128
+from octavo.kernels.triton.tiles import ACTS, form_constants, form_tensors, scale_at, zero_at
+from octavo.kernels.triton.unpack import unpack_affine, unpack_and_128, unpack_table
 
 
 class RowConfig(NamedTuple):
@@ -50,13 +50,15 @@ class RowConfig(NamedTuple):
         """Whether registers hold the row."""
         return self.stages == 0 or self.tiles > 1
 
+    def chunks(self, size_in: int) -> int:
+        """Steps of a round."""
+        return power_of_2(ceil_div(size_in, STEP)) if self.resident else self.warps
+
     def serves(self, size_in: int) -> bool:
-        """Whether registers hold what they should: of 16 outputs 16 words of codes in each round, or the row
-        beside tiles that pass."""
-        rounds = ceil_div(size_in, STEP * self.warps)
-        if self.stages == 0:
-            return self.tiles == 1 and rounds * self.outputs <= 64
-        return not self.resident or rounds <= 4
+        """Whether registers hold what they should: 64 words of codes a thread."""
+        if self.stages == 0 and self.tiles > 1:
+            return False
+        return not self.resident or self.outputs * self.chunks(size_in) <= 64 * self.warps
 
 
 @triton.jit
@@ -69,22 +71,32 @@ def _load(ptr, col, size_in, EVEN: tl.constexpr):
 
 @triton.jit
 def _matrix_rows(tile, size_out, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
-    """The rows of the matrix that are a tile's, `[1, OUTPUTS]`: of a gated one, those of the two halves by
-    turns. Beyond the last output it is read again, and not stored: loads without a mask."""
+    """The rows of the matrix that are a tile's: of a gated one, those of the two halves by turns. Beyond the
+    last output it is read again, and not stored: loads without a mask."""
     index = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), size_out - 1)
+    if GATED:
+        index = index // 2 + index % 2 * (size_out // 2)
+    return index
+
+
+@triton.jit
+def _rows_of_blocks(tile, size_out, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """`[1, 2 * OUTPUTS]`: the same, for first and second blocks."""
+    output = tl.arange(0, 2 * OUTPUTS) % OUTPUTS
+    index = tl.minimum(tile * OUTPUTS + output, size_out - 1)
     if GATED:
         index = index // 2 + index % 2 * (size_out // 2)
     return index[None, :]
 
 
 @triton.jit
-def _send_ahead(codes_ptr, tile, size_out, last, OUTPUTS: tl.constexpr, WARPS: tl.constexpr,
+def _send_ahead(codes_ptr, tile, size_out, last, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
                 GATED: tl.constexpr, PREFETCH: tl.constexpr):  # fmt: skip
     """Sends for the first PREFETCH blocks of a tile's codes."""
     if tile * OUTPUTS + OUTPUTS <= size_out:
         # A tile's codes of a block lie in one piece, those of a gated matrix in two.
         PIECE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
-        lane = tl.arange(0, max(PREFETCH, 32 * WARPS))
+        lane = tl.arange(0, max(PREFETCH, LANES))
         live = ((lane < PREFETCH) & (lane < last * 2)).to(tl.int32)
         at = (codes_ptr + (lane.to(tl.int64) * size_out + tile * PIECE) * 32).to(tl.int64)
         prefetch_l2_where(at, PIECE * 64, live)
@@ -93,10 +105,10 @@ def _send_ahead(codes_ptr, tile, size_out, last, OUTPUTS: tl.constexpr, WARPS: t
 
 
 @triton.jit
-def _load_row(x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, WARPS: tl.constexpr,
+def _load_row(x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, CHUNKS: tl.constexpr,
               EVEN: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
-    """A round's part of the row, `[WARPS, 32, 8]`, and `squares` with its squares."""
-    col = _columns(round, WARPS)
+    """A round's part of the row, `[CHUNKS, 32, 8]`, and `squares` with its squares."""
+    col = _columns(round, CHUNKS)
     x = _load(x_ptr, col, size_in, EVEN)
     if HAS_RESIDUAL:
         # Rounded before it is normalized, as unfused layers do; into another tensor, as other programs may
@@ -111,124 +123,145 @@ def _load_row(x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, 
 
 
 @triton.jit
-def _columns(round, WARPS: tl.constexpr):
-    """`[WARPS, 8, 32]`: the columns of a round's steps."""
-    step = round * WARPS + tl.arange(0, WARPS)
+def _columns(round, CHUNKS: tl.constexpr):
+    """`[CHUNKS, 8, 32]`: the columns of a round's steps."""
+    step = round * CHUNKS + tl.arange(0, CHUNKS)
     inside = tl.arange(0, 8)[:, None] * 32 + tl.arange(0, 32)[None, :]
     return step[:, None, None] * 256 + inside[None, :, :]
 
 
 @triton.jit
-def _steps(round, last, WARPS: tl.constexpr):
-    """`[WARPS, 1]`: a round's steps; beyond the last one, which meets zeros, it once more."""
-    return tl.minimum(round * WARPS + tl.arange(0, WARPS), last - 1)[:, None]
+def _blocks(round, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """`[CHUNKS, 2 * OUTPUTS]`: the blocks of 128 columns of a round's steps, the first ones of all outputs,
+    then the second ones."""
+    step = round * CHUNKS + tl.arange(0, CHUNKS)
+    return step[:, None] * 2 + (tl.arange(0, 2 * OUTPUTS) // OUTPUTS)[None, :]
 
 
 @triton.jit
-def _load_codes(codes_ptr, step, C: tl.constexpr, row_at, size_out):
-    """`[WARPS, OUTPUTS, 32]`"""
-    at = ((step * 2 + C).to(tl.int64) * size_out + row_at)[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-    return tl.load(codes_ptr + at, eviction_policy="evict_first")
-
-
-def _moves(count: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """PTX of registers that go through unchanged, and its constraints."""
-    moves = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
-    return tl.constexpr(moves), tl.constexpr(",".join(["=&r"] * count + ["r"] * count))
-
-
-_MOVES_2, _OF_2 = _moves(2)
-_MOVES_4, _OF_4 = _moves(4)
-_MOVES_8, _OF_8 = _moves(8)
-
-
-@triton.jit
-def _all_loaded(codes, COUNT: tl.constexpr):
-    """The tensors that were loaded, none of which is put to use before the last has been sent for: else each
-    is brought into order in shared memory while the next ones wait."""
-    if COUNT == 2:
-        return tl.inline_asm_elementwise(
-            _MOVES_2, _OF_2, [codes[0], codes[1]], dtype=(tl.int16, tl.int16), is_pure=False, pack=2
-        )
-    elif COUNT == 4:
-        return tl.inline_asm_elementwise(
-            _MOVES_4, _OF_4, [codes[0], codes[1], codes[2], codes[3]], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=False,
-            pack=2,
-        )  # fmt: skip
-    elif COUNT == 8:
-        return tl.inline_asm_elementwise(
-            _MOVES_8, _OF_8,
-            [codes[0], codes[1], codes[2], codes[3], codes[4], codes[5], codes[6], codes[7]],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16), is_pure=False, pack=2,
-        )  # fmt: skip
+def _load_codes(codes_ptr, block, row_at, size_out, last, EVEN: tl.constexpr):
+    """`[CHUNKS, 2 * OUTPUTS, 32]`; 0 beyond the last step, where the row is 0, too."""
+    at = (block.to(tl.int64) * size_out + row_at)[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    if EVEN:
+        return tl.load(codes_ptr + at, eviction_policy="evict_first")
     else:
-        return codes
+        inside = (block < last * 2)[:, :, None]
+        return tl.load(codes_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _load_scale(scale_ptr, step, C: tl.constexpr, row_at, size_out, GROUP: tl.constexpr, SCALE: tl.constexpr):
-    """The scale of all of a block's columns, `[WARPS, OUTPUTS]`, where they share one."""
+def _group(block, SLAB: tl.constexpr, GROUP: tl.constexpr):
+    """The groups in which a slab of blocks lies."""
+    if GROUP == 0:
+        return block * 0
+    elif GROUP > 64:
+        return block // (GROUP // 128)
+    else:
+        return block * (128 // GROUP) + SLAB * 32 // GROUP
+
+
+@triton.jit
+def _load_scale(scale_ptr, block, SLAB: tl.constexpr, row_at, size_out, last, GROUP: tl.constexpr,
+                SCALE: tl.constexpr):  # fmt: skip
+    """float32 scales of a slab of blocks; beyond the last step those of the last one."""
+    group = _group(tl.minimum(block, last * 2 - 1), SLAB, GROUP)
+    if SCALE == 0:
+        return scale_at(scale_ptr, group, 0, row_at, size_out, SCALE)
+    else:
+        return scale_at(scale_ptr, group // 2, group % 2, row_at, size_out, SCALE)
+
+
+@triton.jit
+def _load_common_scale(scale_ptr, block, row_at, size_out, last, GROUP: tl.constexpr, SCALE: tl.constexpr):
+    """The scales of blocks whose slabs share one."""
     if GROUP > 64:
-        return slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)
+        return _load_scale(scale_ptr, block, 0, row_at, size_out, last, GROUP, SCALE)
     else:
         return tl.full([1, 1], 1.0, tl.float32)
 
 
 @triton.jit
-def _add_block(
-    total, codes, scale, x, scale_ptr, zero_ptr, table_ptr, step, C: tl.constexpr, row_at, size_out,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr, TABLE: tl.constexpr,
-    LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
+def _load_zero(zero_ptr, block, SLAB: tl.constexpr, row_at, size_out, last, GROUP: tl.constexpr,
+               HAS_ZEROS: tl.constexpr):  # fmt: skip
+    if HAS_ZEROS:
+        group = _group(tl.minimum(block, last * 2 - 1), SLAB, GROUP)
+        return zero_at(zero_ptr, group, row_at, size_out, HAS_ZEROS)
+    else:
+        return tl.full([1, 1], 8, tl.int32)
+
+
+@triton.jit
+def _add_round(
+    total, codes, scale, x, scale_ptr, zero_ptr, table_ptr, block, row_at, size_out, last,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    TABLE: tl.constexpr, LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`total [WARPS, OUTPUTS, 8]` and block C's products with a step's row, `x [WARPS, 32, 8]`, in the lines
-    of their slabs, C * 4 to C * 4 + 3; the others are of no use, and may hold anything."""
-    below = tl.zeros([total.shape[0], total.shape[1], 8], tl.float32)
-    if not TABLE and not HAS_ZEROS and (x.dtype == tl.bfloat16 or not PACKED):
+    """`total [CHUNKS, 2 * OUTPUTS, 8]` and the products of a round's blocks with the row `[CHUNKS, 32, 8]`,
+    in the lines of their slabs; the others are of no use, and may hold anything."""
+    none = tl.zeros([total.shape[0], total.shape[1], 8], tl.float32)
+    if TABLE:
+        w0, w1, w2, w3 = unpack_table(codes, table_ptr, x.dtype, LOOK_UP)
+    elif not HAS_ZEROS and (x.dtype == tl.bfloat16 or not PACKED):
         # Symmetric codes are multiplied 136 too high, by sums that begin as much below.
-        below = tl.dot(tl.full([total.shape[0], total.shape[1], 32], -136.0, x.dtype), x, below)
+        none = tl.dot(tl.full([total.shape[0], total.shape[1], 32], -136.0, x.dtype), x, none)
         w0, w1, w2, w3 = unpack_and_128(codes, x.dtype, PACKED)
     else:
-        w0, w1, w2, w3 = unpack_block(
-            codes, table_ptr, zero_ptr, step, C, row_at, size_out, GROUP, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
-            x.dtype,
-        )  # fmt: skip
-    line = tl.arange(0, 8)[None, None, :]
-    p0 = tl.dot(w0, x, below)
-    p1 = tl.dot(w1, x, below)
-    p2 = tl.dot(w2, x, below)
-    p3 = tl.dot(w3, x, below)
+        zero = _load_zero(zero_ptr, block, 0, row_at, size_out, last, GROUP, HAS_ZEROS)
+        w0, w1, w2, w3 = unpack_affine(codes, zero, x.dtype, PACKED)
+        if HAS_ZEROS and GROUP == 32:
+            zero = _load_zero(zero_ptr, block, 1, row_at, size_out, last, GROUP, HAS_ZEROS)
+            _, w1, _, _ = unpack_affine(codes, zero, x.dtype, PACKED)
+        if HAS_ZEROS and (GROUP == 32 or GROUP == 64):
+            zero = _load_zero(zero_ptr, block, 2, row_at, size_out, last, GROUP, HAS_ZEROS)
+            _, _, w2, w3 = unpack_affine(codes, zero, x.dtype, PACKED)
+        if HAS_ZEROS and GROUP == 32:
+            zero = _load_zero(zero_ptr, block, 3, row_at, size_out, last, GROUP, HAS_ZEROS)
+            _, _, _, w3 = unpack_affine(codes, zero, x.dtype, PACKED)
+    p0 = tl.dot(w0, x, none)
+    p1 = tl.dot(w1, x, none)
+    p2 = tl.dot(w2, x, none)
+    p3 = tl.dot(w3, x, none)
     if GROUP == 32:
-        p0 *= slab_scale(scale_ptr, step, C, 0, row_at, size_out, GROUP, SCALE)[:, :, None]
-        p1 *= slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, :, None]
-        p2 *= slab_scale(scale_ptr, step, C, 2, row_at, size_out, GROUP, SCALE)[:, :, None]
-        p3 *= slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, :, None]
-    first = tl.where(line == C * 4, p0, p1)
-    second = tl.where(line == C * 4 + 2, p2, p3)
+        p0 *= _load_scale(scale_ptr, block, 0, row_at, size_out, last, GROUP, SCALE)[:, :, None]
+        p1 *= _load_scale(scale_ptr, block, 1, row_at, size_out, last, GROUP, SCALE)[:, :, None]
+        p2 *= _load_scale(scale_ptr, block, 2, row_at, size_out, last, GROUP, SCALE)[:, :, None]
+        p3 *= _load_scale(scale_ptr, block, 3, row_at, size_out, last, GROUP, SCALE)[:, :, None]
+    slab = _slabs(OUTPUTS)
+    first = tl.where(slab == 0, p0, p1)
+    second = tl.where(slab == 2, p2, p3)
     if GROUP == 64:
-        first *= slab_scale(scale_ptr, step, C, 1, row_at, size_out, GROUP, SCALE)[:, :, None]
-        second *= slab_scale(scale_ptr, step, C, 3, row_at, size_out, GROUP, SCALE)[:, :, None]
-    products = tl.where(line < C * 4 + 2, first, second)
+        first *= _load_scale(scale_ptr, block, 0, row_at, size_out, last, GROUP, SCALE)[:, :, None]
+        second *= _load_scale(scale_ptr, block, 2, row_at, size_out, last, GROUP, SCALE)[:, :, None]
+    products = tl.where(slab < 2, first, second)
     if GROUP > 64:
         products *= scale[:, :, None]
     return total + products
 
 
 @triton.jit
+def _slabs(OUTPUTS: tl.constexpr):
+    """`[1, 2 * OUTPUTS, 8]`: the slab of a block that a line holds, if it is one of 0 to 3."""
+    return tl.arange(0, 8)[None, None, :] - (tl.arange(0, 2 * OUTPUTS) // OUTPUTS * 4)[None, :, None]
+
+
+@triton.jit
 def _store(
-    first, second, squares, scale_ptr, bias_ptr, out_ptr, tile, row_at, size_in, size_out, eps,
+    total, squares, scale_ptr, bias_ptr, out_ptr, tile, size_in, size_out, eps,
     OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Ends a tile, by the sums of steps' first and second blocks, `[WARPS, OUTPUTS, 8]`."""
-    lines = tl.where(tl.arange(0, 8)[None, None, :] < 4, first, second)
-    result = tl.sum(tl.sum(lines, axis=2), axis=0)
-    own_row = tl.reshape(row_at, [OUTPUTS])
+    """Ends a tile by its sums, `[CHUNKS, 2 * OUTPUTS, 8]`."""
+    slab = _slabs(OUTPUTS)
+    own = tl.where((slab >= 0) & (slab < 4), total, 0.0)
+    of_blocks = tl.sum(tl.sum(own, axis=2), axis=0)
+    result = tl.sum(tl.reshape(of_blocks, [2, OUTPUTS]), axis=0)
+    row = _matrix_rows(tile, size_out, OUTPUTS, ACT > 0)
     if GROUP == 0:
-        result *= slab_scale(scale_ptr, 0, 0, 0, own_row, size_out, GROUP, SCALE)
+        result *= scale_at(scale_ptr, 0, 0, row, size_out, SCALE)
     if NORM:
         result *= tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0) / size_in + eps)
     if HAS_BIAS:
-        result += tl.load(bias_ptr + own_row).to(tl.float32)
+        result += tl.load(bias_ptr + row).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if ACT:
         gate, up = tl.split(tl.reshape(result.to(dtype), [OUTPUTS // 2, 2]))
@@ -243,126 +276,81 @@ def _store(
 def _row_kernel(
     x_ptr, residual_ptr, norm_ptr, codes_ptr, scale_ptr, zero_ptr, table_ptr, bias_ptr, out_ptr, stream_ptr,
     size_in, size_out, last, eps,
-    OUTPUTS: tl.constexpr, WARPS: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, RESIDENT: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr, TABLE: tl.constexpr,
     LOOK_UP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program p of n: tiles p, p + n, … (TILES of them) of OUTPUTS rows of the matrix `[size_out, size_in]`,
-    over all `last` steps of 256 columns, WARPS of them in a round.
+    over all `last` steps of 256 columns, CHUNKS of them in a round.
 
-    ROUNDS: how many, and the row stays in registers; or 0, and a loop takes both by rounds.
+    RESIDENT: there is one round, and the row stays in registers. LANES: threads of a program.
     """
     first_tile = tl.program_id(0)
-    row_at = _matrix_rows(first_tile, size_out, OUTPUTS, ACT > 0)
+    row_at = _rows_of_blocks(first_tile, size_out, OUTPUTS, ACT > 0)
+    block = _blocks(0, CHUNKS, OUTPUTS)
     # No kernel writes weights: the first are on their way while the kernel before this one ends.
-    codes = ()
-    scales = ()
     if STAGES == 0:
-        for round in tl.static_range(ROUNDS):
-            step = _steps(round, last, WARPS)
-            for c in tl.static_range(2):
-                codes = codes + (_load_codes(codes_ptr, step, c, row_at, size_out),)  # type: ignore[assignment]
-                scale = _load_scale(scale_ptr, step, c, row_at, size_out, GROUP, SCALE)
-                scales = scales + (scale,)  # type: ignore[assignment]
-        if PACKED:
-            codes = _all_loaded(codes, 2 * ROUNDS)
+        scale = _load_common_scale(scale_ptr, block, row_at, size_out, last, GROUP, SCALE)
+        codes = _load_codes(codes_ptr, block, row_at, size_out, last, EVEN)
     elif PREFETCH and OVERLAP:
-        _send_ahead(codes_ptr, first_tile, size_out, last, OUTPUTS, WARPS, ACT > 0, PREFETCH)
-    factors = ()
-    if NORM:
-        for round in tl.static_range(ROUNDS):
-            factor = _load(norm_ptr, _columns(round, WARPS), size_in, EVEN)
-            factors = factors + (factor,)  # type: ignore[assignment]
+        _send_ahead(codes_ptr, first_tile, size_out, last, OUTPUTS, LANES, ACT > 0, PREFETCH)
+    if NORM and RESIDENT:
+        factor = _load(norm_ptr, _columns(0, CHUNKS), size_in, EVEN)
+    else:
+        factor = None
     wait_for_previous(OVERLAP)
 
-    squares = tl.zeros([WARPS, 8, 32], tl.float32)
-    none = tl.zeros([WARPS, OUTPUTS, 8], tl.float32)
-    if ROUNDS:
-        rows = ()
-        for round in tl.static_range(ROUNDS):
-            x, squares = _load_row(
-                x_ptr, residual_ptr, stream_ptr, factors[round] if NORM else None, squares, round, size_in,
-                WARPS, EVEN, NORM, HAS_RESIDUAL,
-            )  # fmt: skip
-            rows = rows + (x,)  # type: ignore[assignment]
+    squares = tl.zeros([CHUNKS, 8, 32], tl.float32)
+    none = tl.zeros([CHUNKS, 2 * OUTPUTS, 8], tl.float32)
+    if RESIDENT:
+        x, squares = _load_row(
+            x_ptr, residual_ptr, stream_ptr, factor, squares, 0, size_in, CHUNKS, EVEN, NORM, HAS_RESIDUAL
+        )
         if STAGES == 0:
-            first = none
-            second = none
-            for round in tl.static_range(ROUNDS):
-                step = _steps(round, last, WARPS)
-                first = _add_block(
-                    first, codes[2 * round], scales[2 * round], rows[round], scale_ptr,
-                    zero_ptr, table_ptr, step, 0, row_at, size_out, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP,
-                    PACKED,
-                )  # fmt: skip
-                second = _add_block(
-                    second, codes[2 * round + 1], scales[2 * round + 1], rows[round],
-                    scale_ptr, zero_ptr, table_ptr, step, 1, row_at, size_out, GROUP, SCALE, HAS_ZEROS,
-                    TABLE, LOOK_UP, PACKED,
-                )  # fmt: skip
+            total = _add_round(
+                none, codes, scale, x, scale_ptr, zero_ptr, table_ptr, block, row_at, size_out, last,
+                OUTPUTS, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
+            )  # fmt: skip
             _store(
-                first, second, squares, scale_ptr, bias_ptr, out_ptr, first_tile, row_at, size_in, size_out,
-                eps, OUTPUTS, HAS_BIAS, ACT, NORM, GROUP, SCALE,
+                total, squares, scale_ptr, bias_ptr, out_ptr, first_tile, size_in, size_out, eps,
+                OUTPUTS, HAS_BIAS, ACT, NORM, GROUP, SCALE,
             )  # fmt: skip
         else:
             for turn in tl.range(0, TILES, num_stages=STAGES):
                 tile = first_tile + turn * tl.num_programs(0)
-                row_at = _matrix_rows(tile, size_out, OUTPUTS, ACT > 0)
-                first = none
-                second = none
-                for round in tl.static_range(ROUNDS):
-                    first, second = _add_round(
-                        first, second, rows[round], codes_ptr, scale_ptr, zero_ptr,
-                        table_ptr, round, last, row_at, size_out, WARPS, GROUP, SCALE, HAS_ZEROS, TABLE,
-                        LOOK_UP, PACKED,
-                    )  # fmt: skip
+                row_at = _rows_of_blocks(tile, size_out, OUTPUTS, ACT > 0)
+                scale = _load_common_scale(scale_ptr, block, row_at, size_out, last, GROUP, SCALE)
+                codes = _load_codes(codes_ptr, block, row_at, size_out, last, EVEN)
+                total = _add_round(
+                    none, codes, scale, x, scale_ptr, zero_ptr, table_ptr, block, row_at, size_out, last,
+                    OUTPUTS, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
+                )  # fmt: skip
                 _store(
-                    first, second, squares, scale_ptr, bias_ptr, out_ptr, tile, row_at, size_in, size_out,
-                    eps, OUTPUTS, HAS_BIAS, ACT, NORM, GROUP, SCALE,
+                    total, squares, scale_ptr, bias_ptr, out_ptr, tile, size_in, size_out, eps,
+                    OUTPUTS, HAS_BIAS, ACT, NORM, GROUP, SCALE,
                 )  # fmt: skip
     else:
-        first = none
-        second = none
-        for round in tl.range(0, tl.cdiv(last, WARPS), num_stages=STAGES):
-            factor = _load(norm_ptr, _columns(round, WARPS), size_in, EVEN) if NORM else None
+        total = none
+        for round in tl.range(0, tl.cdiv(last, CHUNKS), num_stages=STAGES):
+            block = _blocks(round, CHUNKS, OUTPUTS)
+            scale = _load_common_scale(scale_ptr, block, row_at, size_out, last, GROUP, SCALE)
+            codes = _load_codes(codes_ptr, block, row_at, size_out, last, EVEN)
+            part = _load(norm_ptr, _columns(round, CHUNKS), size_in, EVEN) if NORM else None
             x, squares = _load_row(
-                x_ptr, residual_ptr, stream_ptr, factor, squares, round, size_in, WARPS, EVEN, NORM,
+                x_ptr, residual_ptr, stream_ptr, part, squares, round, size_in, CHUNKS, EVEN, NORM,
                 HAS_RESIDUAL,
             )  # fmt: skip
-            first, second = _add_round(
-                first, second, x, codes_ptr, scale_ptr, zero_ptr, table_ptr, round, last, row_at,
-                size_out, WARPS, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
+            total = _add_round(
+                total, codes, scale, x, scale_ptr, zero_ptr, table_ptr, block, row_at, size_out, last,
+                OUTPUTS, GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
             )  # fmt: skip
         _store(
-            first, second, squares, scale_ptr, bias_ptr, out_ptr, first_tile, row_at, size_in, size_out, eps,
+            total, squares, scale_ptr, bias_ptr, out_ptr, first_tile, size_in, size_out, eps,
             OUTPUTS, HAS_BIAS, ACT, NORM, GROUP, SCALE,
         )  # fmt: skip
-
-
-@triton.jit
-def _add_round(
-    first, second, x, codes_ptr, scale_ptr, zero_ptr, table_ptr, round, last, row_at, size_out,
-    WARPS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    TABLE: tl.constexpr, LOOK_UP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """The sums of steps' first and second blocks, and those of a round's with `x`."""
-    step = _steps(round, last, WARPS)
-    codes = _load_codes(codes_ptr, step, 0, row_at, size_out)
-    codes_1 = _load_codes(codes_ptr, step, 1, row_at, size_out)
-    scale = _load_scale(scale_ptr, step, 0, row_at, size_out, GROUP, SCALE)
-    scale_1 = _load_scale(scale_ptr, step, 1, row_at, size_out, GROUP, SCALE)
-    first = _add_block(
-        first, codes, scale, x, scale_ptr, zero_ptr, table_ptr, step, 0, row_at, size_out,
-        GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
-    )  # fmt: skip
-    second = _add_block(
-        second, codes_1, scale_1, x, scale_ptr, zero_ptr, table_ptr, step, 1, row_at, size_out,
-        GROUP, SCALE, HAS_ZEROS, TABLE, LOOK_UP, PACKED,
-    )  # fmt: skip
-    return first, second
 
 
 _row = Launcher(_row_kernel, overlap=True)
@@ -402,7 +390,7 @@ def tiles_row_linear(
     size_out = tiles.rows
     outputs, warps, repeats, stages, prefetch = config
     last = tiles.codes.shape[0] * BLOCK // STEP
-    rounds = ceil_div(last, warps)
+    chunks = config.chunks(size_in)
     if not config.serves(size_in):
         raise ValueError(f"{config}: {size_in} inputs need stages, and no tiles beside 0 of them")
     out = torch.empty((1, size_out // 2 if act else size_out), dtype=x.dtype, device=x.device)
@@ -422,8 +410,8 @@ def tiles_row_linear(
         (size_in, size_out),
         (last, eps),
         (
-            outputs, warps, rounds if config.resident else 0, repeats, stages,
-            min(prefetch, power_of_2(2 * last)), size_in % (STEP * warps) == 0,
+            outputs, chunks, 32 * warps, config.resident, repeats, stages,
+            min(prefetch, power_of_2(2 * last)), size_in % (STEP * chunks) == 0,
             bias is not None, ACTS[act], norm_weight is not None, residual is not None,
             *form_constants(tiles, x.dtype),
         ),
