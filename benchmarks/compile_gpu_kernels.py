@@ -517,9 +517,7 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
                 found.append((f"tiles_linear {form} {rows} x 4096 to {size_out} {act or ''} {cut}", product))
             one = torch.empty(1, 4096, dtype=bf16)
             for norm_weight in (None, torch.empty(4096, dtype=bf16)):
-                row = weight_only_choice.default_row_config(
-                    4096, size_out, bool(act), norm_weight is not None, 132
-                )
+                row = weight_only_choice.fitted_row(None, 4096)
                 product = functools.partial(
                     tiles_row.tiles_row_linear, one, tiled, None, act, row, norm_weight, 1e-6, one
                 )

@@ -129,10 +129,10 @@ def test_one_row(form: str) -> None:
     """Alone, and behind a norm."""
     for size_in, size_out, act in ODD:
         case = tiles_cases.make(form, size_in, size_out, "cuda")
-        for block_out, warps, norm, stream, splits in (
-            (32, 2, False, False, 2), (16, 1, True, False, 1), (32, 2, True, True, 1),
+        for config, norm, stream in (
+            (RowConfig(32, 2), False, False), (RowConfig(16, 4), True, True),
+            (RowConfig(16, 1, 1, 3, 8), True, False), (RowConfig(16, 2, 2, 3, 8), True, True),
         ):  # fmt: skip
-            config = RowConfig(block_out, 4, warps, splits, 8)
             tiles_cases.check_row(case, bf16, act, config, norm, stream, TOLERANCE[bf16])
 
 

@@ -14,6 +14,7 @@ from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.lowbit_8bit import multiply
 from octavo.kernels.triton.row_8bit import RowConfig, fitted, row_8bit
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps, warps_config
 from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, Form, Rows8
 from octavo.kernels.triton.scale_rows import scale_rows
 from octavo.kernels.triton.skinny_8bit import skinny_8bit
@@ -198,6 +199,44 @@ def test_one_row_whose_inputs_are_split(kind: str, config: tuple[int, ...]) -> N
         assert not workspace(case.x.device).counters.any()
     with pytest.raises(ValueError, match="needs all inputs"):
         row_8bit(case.x, *rest, norm=(case.x[0], 1e-5), config=config)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("config", [(16, 64, 2), (16, 128, 1, 2, 64), (32, 32, 4, 3)])
+@pytest.mark.parametrize(("size_in", "size_out"), [(128, 32), (200, 38), (333, 12)])
+def test_one_row_by_warps(kind: str, config: tuple[int, ...], size_in: int, size_out: int) -> None:
+    """All weights in registers, and in a loop by rounds; every end and beginning."""
+    cut = WarpsConfig(*config)
+    for dtype, given in ((torch.float32, False), (HALF, True)):
+        case = lowbit_cases.make(kind, 1, size_in, size_out, dtype, DEVICE, True, given, pad=8)
+        rest = (case.weight, case.scale, case.bias, case.given)
+        got, stream = row_8bit_warps(case.x, *rest, None, None, None, cut)
+        assert torch.equal(stream, case.x)
+        assert lowbit_cases.error(got, case.want()) < TOLERANCE[dtype]
+        for act, name in ops.GATED.items():
+            got = row_8bit_warps(case.x, *rest, name, None, None, cut)[0]
+            assert lowbit_cases.error(got, act(case.want().to(dtype))) < 2 * TOLERANCE[dtype]
+        norm, residual = torch.randn(size_in, device=DEVICE).to(dtype), torch.randn_like(case.x)
+        kept = residual.clone()
+        normed, total = reference.add_rms_norm(case.x, residual.clone(), norm, 1e-5)
+        got, stream = row_8bit_warps(case.x, *rest, None, (norm, 1e-5), residual, cut)
+        assert torch.equal(residual, kept) and torch.equal(stream, total)
+        # A code that is rounded the other way, since `rsqrt` may differ in its last bit.
+        assert lowbit_cases.error(got, case.want(normed)) < TOLERANCE[dtype] + 0.02
+
+
+def test_cuts_of_warps_are_fitted() -> None:
+    assert warps_config((16, 512, 8), 4096) == WarpsConfig(16, 512, 8)
+    assert warps_config((16, 512, 8), 8192) == WarpsConfig(16, 512, 8, 3)
+    assert warps_config((16, 512, 8, 4, 64), 14336) == WarpsConfig(16, 512, 8, 4, 64)
+    assert warps_config((16, 512, 8), 1000) == WarpsConfig(16, 512, 2)
+    assert warps_config(None, 20) == WarpsConfig(16, 32, 1, 3, 4096)
+
+
+def test_one_row_by_warps_refusals() -> None:
+    case = lowbit_cases.make("fp8_block", 1, 128, 128, torch.float32, DEVICE)
+    with pytest.raises(ValueError, match="a scale for each row"):
+        row_8bit_warps(case.x, case.weight, case.scale, None, None, None, None, None, WarpsConfig(16, 64, 2))
 
 
 def test_cuts_of_other_sizes_are_fitted() -> None:

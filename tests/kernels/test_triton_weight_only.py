@@ -104,9 +104,24 @@ def test_tables_that_ship() -> None:
     """Each cut is one that its kernel takes."""
     folder = Path(weight_only_choice.__file__).parent / "tuned" / "weight_only"
     for path in folder.glob("*.json"):
-        for (form, _), cuts in weight_only_choice.table_from_json(json.loads(path.read_text())).items():
+        for (form, shape), cuts in weight_only_choice.table_from_json(json.loads(path.read_text())).items():
             for rows, cut in cuts.items():
-                if cut is not None:
-                    kind = {"int4": TilesConfig, "nf4": TilesConfig}.get(form, SkinnyConfig)
-                    kind = RowConfig if form.endswith(("row", "norm")) else kind
-                    assert kind(*cut).block_out in (16, 32, 64, 128, 256), (path.name, rows)
+                if cut is None:
+                    continue
+                if form.endswith(("row", "norm")):
+                    assert RowConfig(*cut).serves(shape.size_in), (path.name, form, shape)
+                    continue
+                kind = {"int4": TilesConfig, "nf4": TilesConfig}.get(form, SkinnyConfig)
+                assert kind(*cut).block_out in (16, 32, 64, 128, 256), (path.name, rows)
+
+
+def test_cuts_of_one_row_are_fitted() -> None:
+    """To inputs that are near those which were measured."""
+    fitted = weight_only_choice.fitted_row
+    assert fitted(RowConfig(16, 8, 7, 3, 16), 4096) == RowConfig(16, 8, 7, 3, 16)
+    assert fitted(RowConfig(16, 8, 7, 3, 16), 14336) == RowConfig(16, 8, 1, 4, 16)
+    assert fitted(RowConfig(32, 8), 4096) == RowConfig(32, 8)
+    assert fitted(RowConfig(32, 8), 8192) == RowConfig(16, 8, 1, 4, 16)
+    assert fitted(None, 8192) == RowConfig(16, 8)
+    assert fitted(None, 600) == RowConfig(16, 4)
+    assert fitted(RowConfig(16, 16, 1, 3, 64), 1024) == RowConfig(16, 4, 1, 3, 64)

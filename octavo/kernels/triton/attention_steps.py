@@ -21,7 +21,7 @@ from octavo.kernels.triton.kv_codes import (
     load_stats,
     words_of,
 )
-from octavo.kernels.triton.launch import prefetch_l2_some
+from octavo.kernels.triton.launch import prefetch_l2
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def send_for_blocks(
     live = number * BLOCK_SIZE < end
     block = tl.load(table_ptr + number, mask=live, other=0, cache_modifier=".cg")
     at = (head_ptr + block.to(tl.int64) * cache_block + lane % 2 * (KV_HEADS * PIECE)).to(tl.int64)
-    prefetch_l2_some(at // 16 * 16, BYTES, live.to(tl.int32))
+    prefetch_l2(at // 16 * 16, tl.where(live, BYTES, 0))
 
 
 @triton.jit

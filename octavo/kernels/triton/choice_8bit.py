@@ -81,7 +81,8 @@ def choose(
         device: a CUDA device; any other counts as one with few multiprocessors (Triton's interpreter).
 
     Returns:
-        "few_rows" (`row_8bit`, for one row), "skinny" (`skinny_8bit`), or "cublas": PyTorch's own product.
+        "few_rows" (`row_8bit`) or "warps" (`row_8bit_warps`) for one row, "skinny" (`skinny_8bit`), or
+        "cublas": PyTorch's own product.
     """
     shape = Shape(size_in, size_out, gated and rows == 1)
     if device.type != "cuda":

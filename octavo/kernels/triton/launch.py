@@ -60,25 +60,12 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 @triton.jit
 def prefetch_l2(at, size):
     """Sends for `size` bytes (a multiple of 16, or 0) at each of these addresses (likewise) into the L2
-    cache."""
+    cache. A tensor with an element for each thread sends for each once, where one of fewer elements would for
+    each thread's copy."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $2, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def prefetch_l2_some(at, size, wanted):
-    """As `prefetch_l2`, where `wanted` is not 0 (int32)."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        setp.ne.s32 some, $3, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r", [at, size, wanted], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from octavo.kernels.triton import linear, skinny_linear
 from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 
-Kind = Literal["few_rows", "skinny", "cublas"]
+Kind = Literal["few_rows", "skinny", "cublas", "warps"]
 
 
 class Choice(NamedTuple):

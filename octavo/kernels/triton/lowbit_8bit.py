@@ -11,6 +11,7 @@ from octavo.kernels.triton.choice_8bit import Kind8, choose
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.row_8bit import fitted, row_8bit
+from octavo.kernels.triton.row_8bit_warps import row_8bit_warps, warps_config
 from octavo.kernels.triton.rows_8bit import (
     FP8_GROUPS,
     Form,
@@ -72,12 +73,32 @@ def multiply(
 
 
 def _row_kernel(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gated: bool) -> Choice | None:
-    """The choice of `row_8bit` for such rows, if it is chosen."""
+    """The choice for such rows, if it is a kernel of one row."""
     if x.shape[0] != 1:
         return None
     size_out, size_in = weight.shape
     choice = choose(1, size_in, size_out, gated, kind_of(weight, scale), x.dtype, x.device)
-    return choice if choice.kind == "few_rows" else None
+    return choice if choice.kind in ("few_rows", "warps") else None
+
+
+def _multiply_row(
+    choice: Choice,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    act: str | None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row by a kernel of its own; see `row_8bit`."""
+    size_in, size_out = x.shape[1], weight.shape[0]
+    if choice.kind == "warps":
+        cut = warps_config(choice.config, size_in)
+        return row_8bit_warps(x, weight, scale, bias, input_scale, act, norm, residual, cut)
+    config = fitted(choice.config, size_in, size_out, act is None and norm is None)
+    return row_8bit(x, weight, scale, bias, input_scale, act, norm, residual, config)
 
 
 def takes_gates(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
@@ -97,8 +118,7 @@ def w8a8_linear(
     name = None if act is None else ops.GATED.get(act)
     choice = _row_kernel(x, weight, scale, name is not None)
     if choice is not None:
-        config = fitted(choice.config, x.shape[1], weight.shape[0], name is None)
-        out = row_8bit(x, weight, scale, bias, input_scale, name, config=config)[0]
+        out = _multiply_row(choice, x, weight, scale, bias, input_scale, name)[0]
         return out if act is None or name is not None else act(out)
     rows = quantize_rows(x, form_of(weight, scale, input_scale))
     out = multiply(rows, weight, scale, bias, x.dtype)
@@ -135,8 +155,7 @@ def rms_norm_w8a8_linear(
     choice = _row_kernel(x, weight, scale, name is not None)
     if choice is not None:
         norm = (norm_weight, eps)
-        config = fitted(choice.config, x.shape[1], weight.shape[0], False)
-        out, stream = row_8bit(x, weight, scale, bias, input_scale, name, norm, residual, config)
+        out, stream = _multiply_row(choice, x, weight, scale, bias, input_scale, name, norm, residual)
         return (out if act is None or name is not None else act(out)), stream
     form = form_of(weight, scale, input_scale)
     rows = rms_norm_quantize(x, residual, norm_weight, eps, form)

@@ -24,7 +24,13 @@ def add_residual(x, residual_ptr, mask):
 def normalized(x, weight, eps, SIZE: tl.constexpr):
     """The RMS norm of a row `x` `[n]` (0 beyond SIZE) times `weight`, in `x`'s dtype."""
     wide = x.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    return weighted(x, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps), weight)
+
+
+@triton.jit
+def weighted(x, factor, weight):
+    """Numbers of a row times its norm's factor, times `weight`, in `x`'s dtype."""
+    normed = x.to(tl.float32) * factor
     if weight.dtype == x.dtype:
         # As in Transformers' Llama: the normalized value is rounded first, then weighted. A float32 weight
         # (Gemma's) meets it as it is.

@@ -21,7 +21,7 @@ from octavo.kernels.triton.rows_8bit import codes_of, given_or_scale_of, group_c
 from octavo.kernels.triton.split_sums import add_parts
 from octavo.kernels.triton.workspace import workspace
 
-_GELU = {None: None, "silu": False, "gelu_tanh": True}
+GELU = {None: None, "silu": False, "gelu_tanh": True}
 
 
 class RowConfig(NamedTuple):
@@ -63,7 +63,7 @@ def fitted(config: tuple[int, ...] | None, size_in: int, size_out: int, alone: b
 
 
 @triton.jit
-def _matrix_rows(tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+def matrix_rows(tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
     """The rows of the matrix that are a tile's: of a gated one, those of the two halves by turns."""
     index = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     return index // 2 + index % 2 * (OUT // 2) if GATED else index
@@ -73,7 +73,7 @@ def _matrix_rows(tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.const
 def _load_tile(weight_ptr, weight_row, tile, cols, end, OUT: tl.constexpr, OUTPUTS: tl.constexpr,
                GATED: tl.constexpr, ALL_COLS: tl.constexpr):  # fmt: skip
     # Beyond the last row it is read again, and its products not stored.
-    row = tl.minimum(_matrix_rows(tile, OUT, OUTPUTS, GATED), OUT - 1)
+    row = tl.minimum(matrix_rows(tile, OUT, OUTPUTS, GATED), OUT - 1)
     at = weight_ptr + row.to(tl.int64)[:, None] * weight_row + cols[None, :]
     if ALL_COLS:
         return tl.load(at, eviction_policy="evict_first")
@@ -83,15 +83,20 @@ def _load_tile(weight_ptr, weight_row, tile, cols, end, OUT: tl.constexpr, OUTPU
 
 
 @triton.jit
-def _store_results(result, scale_ptr, bias_ptr, out_ptr, tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr,
-                   GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
-    """Ends a tile's sums, `[OUTPUTS]`: scales of outputs, bias, activation (GELU None: there is none)."""
+def output_scales(scale_ptr, tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """The scales of a tile's outputs, `[OUTPUTS]`."""
+    at = matrix_rows(tile, OUT, OUTPUTS, GATED)
+    return tl.load(scale_ptr + at, mask=tile * OUTPUTS + tl.arange(0, OUTPUTS) < OUT, other=0.0)
+
+
+@triton.jit
+def store_results(result, bias_ptr, out_ptr, tile, OUT: tl.constexpr, OUTPUTS: tl.constexpr,
+                  HAS_BIAS: tl.constexpr, GELU: tl.constexpr):  # fmt: skip
+    """Ends a tile's sums, `[OUTPUTS]`: bias, activation (GELU None: there is none)."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     GATED: tl.constexpr = GELU is not None
-    at = _matrix_rows(tile, OUT, OUTPUTS, GATED)
+    at = matrix_rows(tile, OUT, OUTPUTS, GATED)
     inside = tile * OUTPUTS + tl.arange(0, OUTPUTS) < OUT
-    if not GROUP:
-        result *= tl.load(scale_ptr + at, mask=inside, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if GATED:
@@ -157,7 +162,7 @@ def _row_kernel(
         wide = tiles[step].to(tl.float32)  # type: ignore[var-annotated]
         product = wide * row[None, :]
         if GROUP:
-            at = _matrix_rows(tile, OUT, OUTPUTS, GATED)
+            at = matrix_rows(tile, OUT, OUTPUTS, GATED)
             group = begin // GROUP + tl.arange(0, GROUPS)
             mask = (tile * OUTPUTS + tl.arange(0, OUTPUTS) < OUT)[:, None] & (group < COUNT)[None, :]
             scale = tl.load(scale_ptr + (at // GROUP)[:, None] * COUNT + group[None, :], mask=mask, other=0.0)
@@ -168,7 +173,9 @@ def _row_kernel(
         if SPLITS > 1:
             tl.store(parts + (tl.program_id(1) * TILES + step) * OUTPUTS + tl.arange(0, OUTPUTS), result)
         else:
-            _store_results(result, scale_ptr, bias_ptr, out_ptr, tile, OUT, OUTPUTS, GROUP, HAS_BIAS, GELU)
+            if not GROUP:
+                result *= output_scales(scale_ptr, tile, OUT, OUTPUTS, GATED)
+            store_results(result, bias_ptr, out_ptr, tile, OUT, OUTPUTS, HAS_BIAS, GELU)
     if SPLITS > 1:
         # All threads' stores come before the release by the one that counts.
         tl.debug_barrier()
@@ -178,9 +185,9 @@ def _row_kernel(
             for step in tl.static_range(TILES):
                 sums_at = parts + step * OUTPUTS + tl.arange(0, OUTPUTS)
                 result = add_parts(sums_at, TILES * OUTPUTS, tl.full([OUTPUTS], 1, tl.int1), SPLITS)
-                _store_results(
-                    result, scale_ptr, bias_ptr, out_ptr, first + step, OUT, OUTPUTS, GROUP, HAS_BIAS, GELU
-                )
+                if not GROUP:
+                    result *= output_scales(scale_ptr, first + step, OUT, OUTPUTS, GATED)
+                store_results(result, bias_ptr, out_ptr, first + step, OUT, OUTPUTS, HAS_BIAS, GELU)
 
 
 _row = Launcher(_row_kernel, overlap=True)
@@ -216,8 +223,8 @@ def row_8bit(
         `[1, out]`, with `act` `[1, out / 2]`, of `x`'s dtype; and the new stream (a new tensor), or `x`.
     """
     size_in, size_out = x.shape[1], weight.shape[0]
-    if x.shape[0] != 1 or act not in _GELU:
-        raise ValueError(f"got {x.shape[0]} rows and act={act!r}: one row, one of {list(_GELU)}")
+    if x.shape[0] != 1 or act not in GELU:
+        raise ValueError(f"got {x.shape[0]} rows and act={act!r}: one row, one of {list(GELU)}")
     alone = act is None and norm is None
     cut = RowConfig(*(config or row_config(size_in, size_out, alone)))
     if act is not None and cut.outputs < 2:
@@ -253,7 +260,7 @@ def row_8bit(
         (
             size_in, size_out, chunk, max(power_of_2(chunk), least), power_of_2(size_in), cut.outputs,
             cut.tiles, splits, FP8_BLOCK if grouped else 0, given is not None,
-            bias is not None, _GELU[act], norm is not None, residual is not None,
+            bias is not None, GELU[act], norm is not None, residual is not None,
         ),
         cut.warps,
     )  # fmt: skip

@@ -46,7 +46,7 @@ class TilesConfig(NamedTuple):
 
 
 @triton.jit
-def _scale(scale_ptr, word, which, row_at, size_out, SCALE: tl.constexpr):
+def scale_at(scale_ptr, word, which, row_at, size_out, SCALE: tl.constexpr):
     """float32 scales of rows; of 16-bit types the `which`-th of a word."""
     if SCALE == 0:
         return tl.load(scale_ptr + word * size_out + row_at)
@@ -59,12 +59,12 @@ def _scale(scale_ptr, word, which, row_at, size_out, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _zero(zero_ptr, group, row_at, size_out, HAS_ZEROS: tl.constexpr):
+def zero_at(zero_ptr, group, row_at, size_out, HAS_ZEROS: tl.constexpr):
     """int32 zero points of rows."""
     if HAS_ZEROS:
         return tl.load(zero_ptr + group // 8 * size_out + row_at) >> group % 8 * 4 & 15
     else:
-        return tl.full([row_at.shape[0]], 8, tl.int32)
+        return tl.full(row_at.shape, 8, tl.int32)
 
 
 @triton.jit
@@ -83,16 +83,16 @@ def slab_scale(scale_ptr, step, C: tl.constexpr, SLAB: tl.constexpr, row_at, siz
                 GROUP: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
     """float32 scales of rows, for a slab's group."""
     if GROUP == 0:
-        return _scale(scale_ptr, 0, 0, row_at, size_out, SCALE)
+        return scale_at(scale_ptr, 0, 0, row_at, size_out, SCALE)
     elif SCALE == 0:
-        return _scale(scale_ptr, _group_at(step, C, SLAB, GROUP), 0, row_at, size_out, SCALE)
+        return scale_at(scale_ptr, _group_at(step, C, SLAB, GROUP), 0, row_at, size_out, SCALE)
     elif GROUP > 128:
         group = _group_at(step, C, SLAB, GROUP)
-        return _scale(scale_ptr, group // 2, group % 2, row_at, size_out, SCALE)
+        return scale_at(scale_ptr, group // 2, group % 2, row_at, size_out, SCALE)
     else:
         # Written so that two groups of a word are seen to read the same.
         INSIDE: tl.constexpr = (C * 128 + SLAB * 32) // GROUP
-        return _scale(scale_ptr, step * (128 // GROUP) + INSIDE // 2, INSIDE % 2, row_at, size_out, SCALE)
+        return scale_at(scale_ptr, step * (128 // GROUP) + INSIDE // 2, INSIDE % 2, row_at, size_out, SCALE)
 
 
 @triton.jit
@@ -103,17 +103,17 @@ def unpack_block(codes, table_ptr, zero_ptr, step, C: tl.constexpr, row_at, size
     if TABLE:
         w0, w1, w2, w3 = unpack_table(codes, table_ptr, dtype, LOOK_UP)
     else:
-        zero = _zero(zero_ptr, _group_at(step, C, 0, GROUP), row_at, size_out, HAS_ZEROS)
+        zero = zero_at(zero_ptr, _group_at(step, C, 0, GROUP), row_at, size_out, HAS_ZEROS)
         w0, w1, w2, w3 = unpack_affine(codes, zero, dtype, PACKED)
         if HAS_ZEROS and GROUP == 64:
-            zero = _zero(zero_ptr, _group_at(step, C, 2, GROUP), row_at, size_out, HAS_ZEROS)
+            zero = zero_at(zero_ptr, _group_at(step, C, 2, GROUP), row_at, size_out, HAS_ZEROS)
             _, _, w2, w3 = unpack_affine(codes, zero, dtype, PACKED)
         elif HAS_ZEROS and GROUP == 32:
-            zero = _zero(zero_ptr, _group_at(step, C, 1, GROUP), row_at, size_out, HAS_ZEROS)
+            zero = zero_at(zero_ptr, _group_at(step, C, 1, GROUP), row_at, size_out, HAS_ZEROS)
             _, w1, _, _ = unpack_affine(codes, zero, dtype, PACKED)
-            zero = _zero(zero_ptr, _group_at(step, C, 2, GROUP), row_at, size_out, HAS_ZEROS)
+            zero = zero_at(zero_ptr, _group_at(step, C, 2, GROUP), row_at, size_out, HAS_ZEROS)
             _, _, w2, _ = unpack_affine(codes, zero, dtype, PACKED)
-            zero = _zero(zero_ptr, _group_at(step, C, 3, GROUP), row_at, size_out, HAS_ZEROS)
+            zero = zero_at(zero_ptr, _group_at(step, C, 3, GROUP), row_at, size_out, HAS_ZEROS)
             _, _, _, w3 = unpack_affine(codes, zero, dtype, PACKED)
     return w0, w1, w2, w3
 

@@ -31,6 +31,17 @@ fma.rn.{pair} $3, $3, one, $5;
 _BF16_NIBBLES: tl.constexpr = tl.constexpr(
     _NIBBLES.format(one="0x3f803f80", base="0x43004300", pair="bf16x2")
 )
+# The same of bfloat16, and 128 is not taken away.
+_BF16_NIBBLES_AND_128 = tl.constexpr("""{
+.reg .b32 t;
+lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+shr.b32 t, $4, 4;
+lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea;
+shr.b32 t, $4, 8;
+lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
+shr.b32 t, $4, 12;
+lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
+}""")
 _FP16_NIBBLES: tl.constexpr = tl.constexpr(_NIBBLES.format(one="0x3c003c00", base="0x64006400", pair="f16x2"))
 
 
@@ -41,13 +52,15 @@ def by_ptx() -> bool:
 
 @triton.jit
 def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Nibbles less their zero point: int16 codes `[n, m]`, int32 zeros `[n]`, to four of `dtype` `[n, m]`.
+    """Nibbles less their zero point: int16 codes `[…, n, m]`, int32 zeros `[…, n]`, to four of `dtype` as the
+    codes.
 
     PACKED: by PTX, for a 16-bit `dtype`; else by what Triton's interpreter knows.
     """
     if PACKED:
         BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
-        less = tl.broadcast_to((-zero - BASE).to(tl.float32).to(dtype)[:, None], codes.shape)
+        less = (-zero - BASE).to(tl.float32).to(dtype)
+        less = tl.broadcast_to(tl.expand_dims(less, -1), codes.shape)
         if dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 _BF16_NIBBLES, "=&r,=&r,=&r,=&r,r,r", [codes, less],
@@ -60,12 +73,33 @@ def unpack_affine(codes, zero, dtype: tl.constexpr, PACKED: tl.constexpr):
             )  # fmt: skip
     else:
         wide = codes.to(tl.int32)
-        less = zero[:, None]
+        less = tl.expand_dims(zero, -1)
         return (
             ((wide & 15) - less).to(dtype),
             ((wide >> 4 & 15) - less).to(dtype),
             ((wide >> 8 & 15) - less).to(dtype),
             ((wide >> 12 & 15) - less).to(dtype),
+        )
+
+
+@triton.jit
+def unpack_and_128(codes, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """128 and each nibble of int16 codes, as four of `dtype` in the codes' shape.
+
+    PACKED: by PTX, for bfloat16; else by what Triton's interpreter knows.
+    """
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            _BF16_NIBBLES_AND_128, "=&r,=&r,=&r,=&r,r", [codes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        wide = codes.to(tl.int32)
+        return (
+            ((wide & 15) + 128).to(dtype),
+            ((wide >> 4 & 15) + 128).to(dtype),
+            ((wide >> 8 & 15) + 128).to(dtype),
+            ((wide >> 12 & 15) + 128).to(dtype),
         )
 
 

@@ -160,25 +160,16 @@ def row_config(
     there, found = _measured(
         f"{form} {'norm' if norm else 'row'}", 1, Shape(size_in, size_out, gated), device
     )
-    if there:
-        return None if found is None else RowConfig(*found)
-    return default_row_config(size_in, size_out, gated, norm, _multiprocessors(device))
+    if there and found is None:
+        return None
+    return fitted_row(None if found is None else RowConfig(*found), size_in)
 
 
-def default_row_config(
-    size_in: int, size_out: int, gated: bool, norm: bool, multiprocessors: int
-) -> RowConfig:
-    """A sane cut of a matrix for one row; arguments as of `default_cut`."""
-    if not norm:
-        cut = default_cut(1, ceil_div(size_in, STEP), size_out, gated, multiprocessors)
-        assert cut is not None
-        return RowConfig(cut.block_out, cut.stages, cut.warps, cut.splits, 16)
-    # A program takes all inputs: where there are few outputs, smaller tiles, and more of each in flight.
-    matrices = 2 if gated else 1
-    rows = 64  # of the matrix
-    while rows > 16 * matrices and ceil_div(size_out, rows) < 2 * multiprocessors:
-        rows //= 2
-    return RowConfig(rows // matrices, 6 if rows == 16 else 4, 1 if rows == 16 else 2, 1, 16)
+def fitted_row(cut: RowConfig | None, size_in: int) -> RowConfig:
+    """A cut that was measured for about so many inputs, as these can have it; None: a sane one."""
+    cut = cut or RowConfig(16, 8)
+    cut = cut._replace(warps=min(cut.warps, power_of_2(ceil_div(size_in, STEP))))
+    return cut if cut.serves(size_in) else RowConfig(16, cut.warps, 1, 4, 16)
 
 
 @functools.cache
