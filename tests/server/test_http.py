@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.server.conftest import Running, running
+from tests.server.fakes import FakeEngine
 from tests.server.test_bad_input import check_error
 
 TEXTS = "/v1/completions"
@@ -33,6 +36,13 @@ def post(body: Any, headers: str = "", version: str = "1.1") -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {TEXTS} HTTP/{version}\r\nHost: x\r\n{JSON}{headers}Content-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 LAST = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -76,6 +86,70 @@ def test_many_requests_at_once_are_answered_in_order(server: Running) -> None:
     answer = talk(server, b"".join(post(BODY | {"max_tokens": n}) for n in asked) + LAST)
     told = [int(part.partition(b",")[0]) for part in answer.split(b'"completion_tokens":')[1:]]
     assert told == asked and answer.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("ahead", [100, 60_000])
+def test_a_request_behind_a_large_body_is_not_taken_for_a_large_head(server: Running, ahead: int) -> None:
+    """The end of a body and the beginning of the next head come in one read."""
+    large = post(BODY | {"user": "a" * 200_000})
+    second = post(BODY, f"X-Large: {'a' * ahead}\r\n")
+    pieces = [large + second[: ahead // 2], second[ahead // 2 :], LAST]
+    for data in (pieces, [b"".join(pieces)]):
+        answer = talk(server, *data)
+        assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b'"completion_tokens":3') == 2
+
+
+@pytest.mark.parametrize("before", [b"", post(BODY | {"user": "a" * 100_000})])
+def test_a_large_head_is_refused_however_it_comes(server: Running, before: bytes) -> None:
+    """Whole, in one read, it used to be taken."""
+    large = LAST.replace(b"Host: x", b"Host: x\r\n" + b"X: %s\r\n" % (b"a" * 1000) * 90)
+    with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
+        sock.sendall(before + large)
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # of what it did not read
+            while data := sock.recv(65536):
+                answer += data
+    assert b"headers are larger than" in answer or not answer.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [b"", b"G", post(BODY) * 3])
+def test_a_client_that_asks_ahead_and_goes_away_is_aborted(stream: bool, more: bytes) -> None:
+    """What waits for its turn is not begun either."""
+    engine = FakeEngine(delay=0.02)
+    with running(engine) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
+            sock.sendall(post(BODY | {"max_tokens": 150, "stream": stream}) + post(BODY))
+            wait_until(lambda: len(engine.live) == 1)
+            sock.sendall(more)
+            time.sleep(0.1)
+        wait_until(lambda: not engine.live, 1.5)
+        assert engine.aborted == 1 and len(engine.seen) == 1
+        assert not server.service.jobs and server.client.get("/health").status_code == 200
+
+
+def test_what_comes_behind_requests_that_wait_is_kept_for_its_turn() -> None:
+    """Slow answers, bodies that are cut anywhere, and more of them than are read ahead."""
+    with running(FakeEngine(delay=0.01)) as server:
+        asked = [9, 2, 5, 1, 3]
+        data = b"".join(post(BODY | {"max_tokens": n, "user": "a" * 50_000}) for n in asked) + LAST
+        with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+            for start in range(0, len(data), 7777):
+                sock.sendall(data[start : start + 7777])
+                time.sleep(0.001)
+            answer = b""
+            while piece := sock.recv(65536):
+                answer += piece
+    told = [int(part.partition(b",")[0]) for part in answer.split(b'"completion_tokens":')[1:]]
+    assert told == asked and answer.endswith(b'{"status":"ok"}')
+
+
+def test_a_head_that_waits_behind_others_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.server.http.HEAD_TIMEOUT", 0.2)
+    with running(FakeEngine(delay=0.02)) as server:
+        whole = post(BODY | {"max_tokens": 20}) + post(BODY) + LAST
+        answer = talk(server, whole[:-20], whole[-20:])
+    assert answer.count(b"HTTP/1.1 200") == 3
 
 
 @pytest.mark.parametrize(
