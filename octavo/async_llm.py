@@ -28,6 +28,7 @@ from octavo.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineRestartingError,
+    RequestAbortedError,
     RequestError,
     RequestFailedError,
 )
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 _Item = RequestOutput | EmbeddingRequestOutput | Exception
 _DELTA = RequestOutputKind.DELTA
 _RESTART_PAUSE = 1.0  # seconds between attempts
+_PUT_TO_SLEEP = (
+    "the engine was put to sleep before the request was finished: send it again once the engine is awake"
+)
 _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
 
 
@@ -292,11 +296,14 @@ class AsyncLLM:
             self._end(prepared.request_id, items)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iterator raises RequestFailedError. Unknown ids are ignored."""
+        """End a request; its iterator raises RequestAbortedError. Unknown ids are ignored."""
+        self._abort(request_id, f"request {request_id} was aborted")
+
+    def _abort(self, request_id: str, reason: str) -> None:
         items = self._queues.get(request_id)
         if items is not None:
             self._end(request_id, items)
-            items.put(RequestFailedError(f"request {request_id} was aborted"))
+            items.put(RequestAbortedError(reason))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks."""
@@ -351,7 +358,7 @@ class AsyncLLM:
         Args:
             level: 1 gives back the KV cache and a GPU's weights, which host memory keeps; 2 all weights,
                 which `wake_up` reads from the checkpoint again.
-            mode: "wait" lets requests under way finish, "abort" ends them.
+            mode: "wait" lets requests under way finish, "abort" ends them with a RequestAbortedError.
 
         Raises:
             RequestError: the engine sleeps already, or cannot; nothing has changed.
@@ -366,7 +373,7 @@ class AsyncLLM:
         try:
             if mode == "abort":
                 for request_id in list(self._queues):
-                    await self.abort(request_id)
+                    self._abort(request_id, _PUT_TO_SLEEP)
             while self._queues and self._dead is None:
                 await asyncio.sleep(0.01)
             await self.check_health()

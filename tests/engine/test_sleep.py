@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.errors import EngineAsleepError, RequestError, RequestFailedError
+from octavo.errors import EngineAsleepError, RequestAbortedError, RequestError, RequestFailedError
 from tests import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -150,7 +150,9 @@ def test_requests_under_way(mode: str) -> None:
             if mode == "wait":
                 assert [len(end) for end in ends if isinstance(end, list)] == [200] * 3
             else:
-                assert all(isinstance(end, RequestFailedError) for end in ends)
+                assert all(
+                    isinstance(end, RequestAbortedError) and "put to sleep" in str(end) for end in ends
+                )
             with pytest.raises(RequestError, match="sleeps already"):
                 await llm.sleep()
             await llm.wake_up()

@@ -12,6 +12,7 @@ from octavo.errors import (
     ConfigError,
     EngineAsleepError,
     EngineDeadError,
+    RequestAbortedError,
     RequestError,
     RequestFailedError,
 )
@@ -264,6 +265,8 @@ def test_how_a_record_ends_is_counted_once() -> None:
     for refusal in (RequestError("no"), EngineAsleepError("asleep")):
         assert ends(refusal, told=False) == {}
         assert ends(refusal, told=True) == {"error": 2}
+    aborted = RequestAbortedError("put to sleep")
+    assert ends(aborted, told=False) == ends(aborted, told=True) == {"abort": 2}
     for failure in (RequestFailedError("failed"), EngineDeadError("dead"), KeyError("ours")):
         assert ends(failure, told=False) == ends(failure, told=True) == {"error": 2}
 

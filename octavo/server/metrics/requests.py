@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from octavo.errors import EngineAsleepError, RequestError
+from octavo.errors import EngineAsleepError, RequestAbortedError, RequestError
 from octavo.messages import TOKEN_BOUNDS
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -121,7 +121,8 @@ class RequestRecord:
         if not self._closed:
             self._closed = True
             if self._begun or not isinstance(error, RequestError | EngineAsleepError):
-                self._metrics.finished["error"] += self._unfinished
+                reason = "abort" if isinstance(error, RequestAbortedError) else "error"
+                self._metrics.finished[reason] += self._unfinished
 
     def close(self) -> None:
         """The request is over; choices that have not finished were aborted."""
