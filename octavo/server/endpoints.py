@@ -235,11 +235,9 @@ async def _stop_profile(service: Service, scope: Scope, body: None) -> AsgiRespo
 async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:
     from octavo.server.openapi import openapi_document
 
-    document = openapi_document(operations(service.engine.config, service.config), service.keys.wanted)
-    return Response(
-        msgspec.json.encode(document),
-        media_type="application/json",
-    )
+    offered = operations(service.engine.config, service.config)
+    document = openapi_document(offered, service.keys.wanted, service.config.root_path)
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 OPERATIONS: tuple[Operation, ...] = (
