@@ -1,5 +1,5 @@
-"""Uvicorn's fast HTTP protocol with what it lacks: bounds on heads, bodies of requests that offer an upgrade,
-hang-ups of clients that ask ahead, and answers that HTTP/1.0 clients can read."""
+"""Uvicorn's fast HTTP protocol with what it lacks: bounds on heads and trailers, bodies of requests that
+offer an upgrade, hang-ups of clients that ask ahead, and answers that HTTP/1.0 clients can read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 MAX_HEAD = 64 * 1024
 """Bytes of a request line and its headers (what uvicorn's other protocol, h11, allows as well)."""
+
+MOST_FRAMING = 16
+"""Bytes of chunk sizes, their extensions and trailers per byte of a body, beyond `MAX_HEAD` of them (a
+chunk of one byte has 5)."""
 
 HEAD_TIMEOUT = 60.0
 """Seconds within which a head must have arrived: who connects and says nothing holds no place for ever."""
@@ -35,6 +39,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _patience: asyncio.TimerHandle | None = None  # with a head that is to arrive
     _again = False  # the framing of a head that is known is being told to a new parser
     _begun = False  # a head began in the piece that is being parsed
+    _taken = 0  # bytes that came with a body or after it
+    _body = 0  # those of them that are the body's
     _ahead = b""  # what came after requests that wait for their turn
     _answering: RequestResponseCycle | None = None
 
@@ -97,6 +103,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head += size
             if self._head > MAX_HEAD:
                 self.send_400_response(f"the request's headers are larger than {MAX_HEAD} bytes: send less")
+        elif self._head is None:
+            self._taken += size
+            if self._taken - self._body > MAX_HEAD + MOST_FRAMING * self._body:
+                self.send_400_response("the request has more chunk sizes, extensions and trailers than body")
 
     def _pass_over_upgrade(self) -> None:
         """Go on with the request's body, and with requests after it."""
@@ -109,6 +119,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._again:
             super().on_message_begin()
             self._head, self._begun = 0, True
+            self._taken = self._body = 0
             self._await_head()
 
     def on_url(self, url: bytes) -> None:
@@ -116,7 +127,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._again:
+        if not self._again and self._head is not None:  # trailers are passed over (RFC 9110, 6.5.1)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -141,6 +152,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._ahead and not self.pipeline and not self.transport.is_closing():
             ahead, self._ahead = self._ahead, b""
             self.data_received(ahead)
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # else the body is still to come

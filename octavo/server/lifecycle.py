@@ -80,7 +80,7 @@ async def _serve(
         # While the model loads, too: a hangup that nobody takes ends a process.
         loop.add_signal_handler(signal.SIGHUP, reload, keys, access_log)
     gate = LoadingGate()
-    server = _Server(_uvicorn_config(gate, config))
+    server = _Server(uvicorn_config(gate, config))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     starting = asyncio.ensure_future(create_engine())
     stopping = asyncio.Event()
@@ -219,7 +219,12 @@ def _tell_ready(where: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
 
 
-def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    """How the server speaks HTTP.
+
+    Raises:
+        ConfigError: there is no certificate, or no key to it, where the settings say.
+    """
     options: dict[str, Any] = {}
     if config.ssl_certfile or config.ssl_keyfile:
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -233,6 +238,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=http_protocol(),
+        ws="none",  # where a library for it is installed, an offer would be taken up
         lifespan="off",
         log_config=None,
         log_level="warning",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from octavo.server.lifecycle import uvicorn_config
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_bad_input import check_error
@@ -63,6 +64,14 @@ def bytewise(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
 
+def test_a_websocket_that_is_offered_is_passed_over(server: Running) -> None:
+    """Whatever library for it is installed."""
+    assert uvicorn_config(None, server.service.config).ws == "none"
+    offer = UPGRADE.replace("h2c", "websocket") + "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x\r\n"
+    answer = talk(server, f"GET /ping HTTP/1.1\r\nHost: x\r\n{offer}\r\n".encode() + LAST)
+    assert answer.count(b'{"status":"ok"}') == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_an_upgrade_that_is_offered_is_passed_over(server: Running, stream: bool, split: bool) -> None:
@@ -110,6 +119,49 @@ def test_a_large_head_is_refused_however_it_comes(server: Running, before: bytes
             while data := sock.recv(65536):
                 answer += data
     assert b"headers are larger than" in answer or not answer.endswith(b'{"status":"ok"}')
+
+
+def chunked(chunks: list[bytes], trailers: bytes = b"", headers: str = "") -> bytes:
+    head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\n{JSON}{headers}Transfer-Encoding: chunked\r\n\r\n"
+    return (
+        head.encode()
+        + b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in [*chunks, b""])[:-2]
+        + trailers
+        + b"\r\n"
+    )
+
+
+def test_bodies_of_tiny_chunks_and_trailers_are_read(server: Running) -> None:
+    data = json.dumps(BODY | {"user": "a" * 50_000}).encode()
+    whole = chunked(bytewise(data), b"X-Checksum: 1\r\nAuthorization: none\r\n")
+    answer = talk(server, whole + whole + LAST)
+    assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b'"completion_tokens":3') == 2
+
+
+ENDLESS = {
+    "trailers": (b"0\r\n", b"X: aaaaaaaaaaaaaaaaaaaaaaaaa\r\n"),
+    "one trailer": (b"0\r\nX: ", b"aaaaaaaaaaaaaaaaaaaaaaaaaaa"),
+    "extension": (b"1;x=", b"aaaaaaaaaaaaaaaaaaaaaaaaaaa"),
+    "empty lines": (b"0\r\n\r\n", b"\r\n\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_comes_beside_a_body_is_bounded(what: str, key: str | None) -> None:
+    """Trailers without end used to be collected, of clients without a key too."""
+    begin, more = ENDLESS[what]
+    with running(api_key=[key] if key else None) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
+            head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n"
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(head.encode() + begin)
+                while sent < 8 << 20:
+                    sock.sendall(more * 1000)
+                    sent += len(more) * 1000
+            assert sent < 8 << 20
+        assert server.client.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

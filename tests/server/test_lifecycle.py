@@ -147,11 +147,11 @@ def test_as_many_files_as_may_be_are_open() -> None:
 def test_idle_connections_outlive_those_of_clients() -> None:
     """A server that closes first answers the next request with a reset, now and then."""
     from octavo.server.config import ServerConfig
-    from octavo.server.lifecycle import _uvicorn_config
+    from octavo.server.lifecycle import uvicorn_config
 
-    kept = _uvicorn_config(None, ServerConfig()).timeout_keep_alive
+    kept = uvicorn_config(None, ServerConfig()).timeout_keep_alive
     assert kept > 60  # proxies keep them for a minute
-    assert _uvicorn_config(None, ServerConfig(timeout_keep_alive=9)).timeout_keep_alive == 9
+    assert uvicorn_config(None, ServerConfig(timeout_keep_alive=9)).timeout_keep_alive == 9
 
 
 def test_port_in_use_is_told_before_the_model_loads() -> None:
