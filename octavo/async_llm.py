@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 from octavo.config import EngineConfig, make_config
+from octavo.engine.aside import run_aside
 from octavo.engine.client import CoreClient, ProcessClient
 from octavo.engine.embedding_input import EmbeddingInput
 from octavo.engine.embedding_output import PreparedEmbedding
@@ -138,7 +139,8 @@ class AsyncLLM:
         abandoned = threading.Event()
         try:
             loop = asyncio.get_running_loop()
-            return await asyncio.to_thread(cls, config, loop, abandoned, restart_engine, engine_timeout)
+            make = functools.partial(cls, config, loop, abandoned, restart_engine, engine_timeout)
+            return await run_aside(make, lambda late: late._client.close())
         except asyncio.CancelledError:
             abandoned.set()
             raise
