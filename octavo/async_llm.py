@@ -96,6 +96,7 @@ class AsyncLLM:
         self._sleeps: Question[SleepStatus] = Question()
         self._questions: tuple[Question[Any], ...] = (self._profiles, self._kv_maps, self._sleeps)
         self._asleep = False  # or about to be
+        self._dozing: object | None = None  # the call of `sleep` that waits for requests
         self._totals = Totals()
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
@@ -363,7 +364,8 @@ class AsyncLLM:
             mode: "wait" lets requests under way finish, "abort" ends them with a RequestAbortedError.
 
         Raises:
-            RequestError: the engine sleeps already, or cannot; nothing has changed.
+            RequestError: the engine sleeps already, or cannot, or was woken up before it slept; nothing has
+                changed.
             EngineDeadError: the engine has ended.
         """
         await self.check_health()
@@ -371,21 +373,28 @@ class AsyncLLM:
             raise RequestError(f"mode={mode!r} is not valid: give wait or abort", "mode")
         if self._asleep:
             raise RequestError("the engine sleeps already, or is about to: wake it up first")
-        self._asleep, done = True, False
+        doze = self._dozing = object()
+        self._asleep, asked, done = True, False, False
         try:
             if mode == "abort":
                 for request_id in list(self._queues):
                     self._abort(request_id, _PUT_TO_SLEEP)
-            while self._queues and self._dead is None:
+            while self._queues and self._dead is None and self._dozing is doze:
                 await asyncio.sleep(0.01)
             await self.check_health()
+            if self._dozing is not doze:
+                raise RequestError("the engine was woken up before it slept")
+            self._dozing, asked = None, True
             status = await self._sleeps.ask(lambda: self._client.send(Sleep(level)))
             if status.error is not None:
                 raise RequestError(status.error)
             done = True
         finally:
-            # A caller that went away while the engine went to sleep leaves it so.
-            self._asleep = done or self._sleeps.waiting
+            if asked:
+                # A caller that went away while the engine went to sleep leaves it so.
+                self._asleep = done or self._sleeps.waiting
+            elif self._dozing is doze:  # not woken up meanwhile
+                self._asleep, self._dozing = False, None
         return status
 
     async def wake_up(self) -> SleepStatus:
@@ -399,6 +408,9 @@ class AsyncLLM:
         await self.check_health()
         if not self._asleep:
             raise RequestError("the engine is awake")
+        if self._dozing is not None:  # it waits for requests yet
+            self._asleep, self._dozing = False, None
+            return SleepStatus()
         status = await self._sleeps.ask(lambda: self._client.send(WakeUp()))
         self._asleep = status.level > 0
         if status.error is not None:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def run_aside(make: Callable[[], T], discard: Callable[[T], None]) -> T:
-    """Call `make` on a thread that neither loop nor process waits for at its end: a download may take an hour.
+    """Call `make` on a thread for which neither loop nor process waits at its end: a download takes long.
 
     Args:
         discard: takes, on some thread, what is made once the caller has been cancelled.
