@@ -53,8 +53,8 @@ class ApiKeys:
             # An empty one, of a variable that isn't set say, would let in whoever sends none; white space
             # around it is taken off what clients send.
             raise ConfigError(
-                f"api_key (or {API_KEY_VARIABLE}) is empty, or begins or ends with white space: give keys, or "
-                "leave it out"
+                f"api_key (or {API_KEY_VARIABLE}) is empty, or begins or ends with white space: give keys, "
+                "or leave it out"
             )
         if config.api_key_file is not None:
             keys += _keys_of(config.api_key_file)

@@ -131,9 +131,10 @@ def test_an_engine_that_waits_for_requests_can_be_woken_up() -> None:
         async with await AsyncLLM.create(str(tiny.checkpoint("llama")), **SETTINGS) as llm:
 
             async def run() -> int:
+                count = 0
                 async for output in llm.generate(tiny.PROMPTS[0], GREEDY.clone(max_tokens=200)):
-                    pass
-                return len(output.outputs[0].token_ids)
+                    count = len(output.outputs[0].token_ids)
+                return count
 
             runs = [asyncio.ensure_future(run())]
             while not llm.num_unfinished:
