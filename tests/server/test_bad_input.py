@@ -69,9 +69,13 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "request_id": "a b"}, "request_id"),
     ({"prompt": "x" * 100_000}, "prompt"),
     ({"prompt": ["a"] * 2000}, "prompt"),
+    ({"prompt": ["a"] * 64, "n": 128, "max_tokens": 150, "logprobs": 5}, "logprobs"),
+    ({"prompt": [[97] * 198] * 1024, "prompt_logprobs": 20}, "prompt_logprobs"),
+    ({"prompt": ["a"] * 500, "max_tokens": 150, "logprobs": -1}, "logprobs"),
 ]
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": MESSAGES, "n": 128, "logprobs": True, "top_logprobs": 250}, "top_logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),
