@@ -114,14 +114,17 @@ async def _serve(
             shutdown.signal()
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        _tell_ready(address(sock, server.config.is_ssl))
+        if server.started:
+            _tell_ready(address(sock, server.config.is_ssl))
         try:
             await serving
         finally:
             service.close()
     finally:
-        await _stop(server, serving, config)
-        await engine.shutdown(0.0)
+        try:
+            await _stop(server, serving, config)
+        finally:
+            await engine.shutdown(0.0)
     return 0
 
 

@@ -110,12 +110,16 @@ def test_a_path_that_somebody_else_has_taken_is_not_removed(tmp_path: Path) -> N
     assert path.read_text() == "another one's"
 
 
-def test_of_two_servers_that_take_one_port_at_once_one_is_told() -> None:
+@pytest.mark.parametrize("seconds", [0, 10])
+def test_of_two_servers_that_take_one_port_at_once_one_is_told(
+    seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both have bound it before either listens, which the system allows."""
     made: list[FakeEngine] = []
 
     async def create() -> FakeEngine:
-        await asyncio.sleep(10)
+        if seconds:
+            await asyncio.sleep(seconds)
         made.append(FakeEngine())
         return made[0]
 
@@ -126,7 +130,8 @@ def test_of_two_servers_that_take_one_port_at_once_one_is_told() -> None:
             with pytest.raises(ConfigError, match=f"port={config.port} is in use"):
                 run(_serve(create, config, second))
         socket.create_connection(("127.0.0.1", config.port), 5).close()
-    assert not made
+    assert len(made) == (not seconds) and all(engine.down for engine in made)
+    assert "ready" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
