@@ -36,6 +36,7 @@ from octavo.errors import (
 from octavo.messages import (
     AbortRequests,
     AddRequests,
+    CoreOutput,
     CoreOutputs,
     CoreStats,
     DescribeKV,
@@ -485,14 +486,18 @@ class AsyncLLM:
     # ---- called on the client's reader thread ---------------------------------------------------
 
     def _on_outputs(self, news: CoreOutputs) -> None:
+        ready: list[tuple[Mailbox[_Item], _Item]] = []
+        stopped: list[str] = []
         with self._lock:
             self._totals.take(news.stats)
-            results, stopped = self._outputs.process(news.outputs)
-            ready: list[tuple[Mailbox[_Item], _Item]] = []
-            for output, error in results:
-                items = self._queues.get(output.request_id)
-                if items is not None:
-                    ready.append((items, output if error is None else error))
+        for share in _shares(news.outputs):
+            with self._lock:
+                results, ended = self._outputs.process(share)
+                stopped += ended
+                for output, error in results:
+                    items = self._queues.get(output.request_id)
+                    if items is not None:
+                        ready.append((items, output if error is None else error))
         if stopped:
             with contextlib.suppress(EngineDeadError):
                 self._client.send(AbortRequests(stopped))
@@ -576,6 +581,13 @@ class AsyncLLM:
     def _hand_over(self, items: list[tuple[Mailbox[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""
         self._on_loop(_put_all, items)
+
+
+def _shares(outputs: list[CoreOutput]) -> list[list[CoreOutput]]:
+    """What is taken in at a time: log-probabilities may be millions, and the loop waits for the lock."""
+    if any(output.logprobs is not None or output.prompt_logprobs is not None for output in outputs):
+        return [[output] for output in outputs]
+    return [outputs]
 
 
 def _put_all(items: list[tuple[Mailbox[_Item], _Item]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,7 +159,7 @@ async def _tokenize(service: Service, scope: Scope, body: TokenizeRequest) -> As
         tokens = await service.text.encode_chat(prompt)
     answer = TokenizeResponse(len(tokens), service.engine.max_model_len, tokens)
     if body.return_token_strs:
-        answer.token_strs = [service.text.token(token).decode("utf-8", "replace") for token in tokens]
+        answer.token_strs = await asyncio.to_thread(service.text.pieces, tokens)
     return json_response(answer)
 
 
