@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.errors import RequestError
 from octavo.outputs import PositionLogprobs
-from octavo.sampling_params import SamplingParams
 from octavo.server.protocol import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -20,38 +18,6 @@ from octavo.server.text import TextService
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot hold (OpenAI's convention)."""
-
-
-MOST_LOGPROBS = 1 << 22
-"""Log-probabilities of one request: each takes a few hundred bytes on its way, so this is about a GB."""
-
-
-def check_count(prompts: Sequence[Sequence[int]], params: SamplingParams, room: int, vocab_size: int) -> None:
-    """Refuse a request that could ask for more log-probabilities than memory should hold.
-
-    Args:
-        prompts: token ids of each.
-        room: tokens of the context.
-        vocab_size: tokens that there are, of each of which -1 asks for the log-probability.
-
-    Raises:
-        RequestError: naming the setting.
-    """
-    for name, each in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if each is None:
-            continue
-        if name == "logprobs":
-            most = params.max_tokens or room
-            tokens = params.n * sum(min(most, max(room - len(prompt), 0)) for prompt in prompts)
-        else:
-            tokens = sum(map(len, prompts))
-        if (count := tokens * (vocab_size if each < 0 else each + 1)) > MOST_LOGPROBS:
-            raise RequestError(
-                f"{name}={each} of up to {tokens} tokens are {count} log-probabilities: at most "
-                f"{MOST_LOGPROBS} are made for one request, so lower it, or max_tokens, n or the number of "
-                "prompts",
-                name,
-            )
 
 
 @dataclass(frozen=True)

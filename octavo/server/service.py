@@ -20,9 +20,9 @@ from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.server.access_log import AccessLog
 from octavo.server.api_keys import ApiKeys
+from octavo.server.bounds import check_bounds
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
-from octavo.server.logprobs import check_count
 from octavo.server.metrics import Metrics, RequestRecord, cache_labels
 from octavo.server.otlp import check_endpoint
 from octavo.server.page.cache import Cached
@@ -296,11 +296,11 @@ class Service:
 
         Raises:
             ApiError: 503 where too many wait.
-            RequestError: for more log-probabilities than one request may have.
+            RequestError: for more than one request may come to (`octavo.server.bounds`).
         """
         self.check_queue()
         try:
-            check_count(prompts, params, self.engine.max_model_len, self.engine.model_config.vocab_size)
+            check_bounds(prompts, params, self.engine.max_model_len, self.engine.model_config.vocab_size)
         except RequestError as error:
             raise named_by(error, names) from None
         if len(prompts) == 1:
