@@ -141,7 +141,9 @@ class AsyncLLM:
         abandoned = threading.Event()
         try:
             loop = asyncio.get_running_loop()
-            make = functools.partial(cls, config, loop, abandoned, restart_engine, engine_timeout)
+            make = functools.partial(
+                cls, cast("EngineConfig", config), loop, abandoned, restart_engine, engine_timeout
+            )
             return await run_aside(make, lambda late: late._client.close())
         except asyncio.CancelledError:
             abandoned.set()

@@ -193,7 +193,7 @@ class _Server(uvicorn.Server):
         config = self.config
 
         def protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg, assignment]
+            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             )
             return made

@@ -17,7 +17,7 @@ _PROBE_SECONDS = 2.0
 
 @contextlib.contextmanager
 def bound(config: ServerConfig) -> Iterator[socket.socket]:
-    """The socket, taken before the model loads, so that a mistake shows at once; nobody listens yet.
+    """The socket, which listens: before the model loads, so that a mistake shows at once.
 
     Raises:
         ConfigError: the port, the address or the path cannot be had.
@@ -68,6 +68,7 @@ def _bind_port(config: ServerConfig) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(place)
+        sock.listen()  # two may bind a port of which one may listen, and uvloop would pass over that
     except OSError as error:
         sock.close()
         raise cannot_bind(config, error) from None

@@ -113,7 +113,9 @@ def test_a_start_that_is_given_up_ends_the_loading_process(monkeypatch):
             await task
 
     begin = time.monotonic()
-    asyncio.run(cancelled())  # waits for its threads
+    asyncio.run(cancelled())
+    while started[0].poll() is None and time.monotonic() - begin < 60:
+        time.sleep(0.01)
     assert started[0].poll() is not None
     assert time.monotonic() - begin < 60
 

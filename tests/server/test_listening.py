@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -110,11 +111,29 @@ def test_a_path_that_somebody_else_has_taken_is_not_removed(tmp_path: Path) -> N
     assert path.read_text() == "another one's"
 
 
+def test_of_two_servers_that_take_one_port_at_once_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have bound it before either listens, which the system allows; the later one used to say that it
+    was ready, and to hear nothing."""
+    listen = socket.socket.listen
+
+    def after_the_other(sock: socket.socket, *backlog: int) -> None:
+        monkeypatch.undo()
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(sock.getsockname())
+            listen(other)
+            listen(sock, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", after_the_other)
+    with pytest.raises(ConfigError, match="port=0 is in use"):
+        with bound(ServerConfig(port=0)):
+            raise AssertionError("both listen")
+
+
 @pytest.mark.parametrize("seconds", [0, 10])
-def test_of_two_servers_that_take_one_port_at_once_one_is_told(
-    seconds: float, capsys: pytest.CaptureFixture[str]
+def test_a_server_that_cannot_listen_after_all_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float
 ) -> None:
-    """Both have bound it before either listens, which the system allows."""
     made: list[FakeEngine] = []
 
     async def create() -> FakeEngine:
@@ -123,13 +142,13 @@ def test_of_two_servers_that_take_one_port_at_once_one_is_told(
         made.append(FakeEngine())
         return made[0]
 
-    with bound(ServerConfig(port=0)) as first:
-        config = ServerConfig(port=first.getsockname()[1])
-        with bound(config) as second:
-            first.listen()
-            with pytest.raises(ConfigError, match=f"port={config.port} is in use"):
-                run(_serve(create, config, second))
-        socket.create_connection(("127.0.0.1", config.port), 5).close()
+    async def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EADDRINUSE, "in use")
+
+    monkeypatch.setattr("octavo.server.lifecycle._Server.startup", fail)
+    with bound(ServerConfig(port=0)) as sock:
+        with pytest.raises(ConfigError, match="port=8000 is in use"):
+            run(_serve(create, ServerConfig(), sock))
     assert len(made) == (not seconds) and all(engine.down for engine in made)
     assert "ready" not in capsys.readouterr().out
 
