@@ -135,15 +135,14 @@ class AsyncLLM:
             ConfigError, ModelError: it cannot be started; one line says why.
         """
         if not isinstance(config, EngineConfig):
-            config = make_config(EngineConfig, settings if config is None else {"model": config, **settings})
+            own = make_config(EngineConfig, settings if config is None else {"model": config, **settings})
         elif settings:
             raise ConfigError(f"{next(iter(settings))} is given beside an EngineConfig: set it there")
-        abandoned = threading.Event()
+        else:
+            own = config
+        loop, abandoned = asyncio.get_running_loop(), threading.Event()
         try:
-            loop = asyncio.get_running_loop()
-            make = functools.partial(
-                cls, cast("EngineConfig", config), loop, abandoned, restart_engine, engine_timeout
-            )
+            make = functools.partial(cls, own, loop, abandoned, restart_engine, engine_timeout)
             return await run_aside(make, lambda late: late._client.close())
         except asyncio.CancelledError:
             abandoned.set()
