@@ -195,6 +195,22 @@ def test_many_prompt_logprobs_are_computed_in_slices(monkeypatch):
             assert token in entry
 
 
+def test_choices_of_a_prompt_compute_its_log_probabilities_once():
+    prompt, count = tiny.PROMPTS[2], 4
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=3, prompt_logprobs=2, ignore_eos=True, detokenize=False
+    )
+    with make("llama") as llm:
+        [alone] = llm.generate([prompt], params, use_tqdm=False)
+        before = llm.stats().iteration_tokens.total
+        [output] = llm.generate([prompt], params.clone(n=count), use_tqdm=False)
+        rows = llm.stats().iteration_tokens.total - before
+        seeded = llm.generate([prompt], params.clone(n=count, prompt_logprobs=None), use_tqdm=False)[0]
+    assert rows <= len(prompt) + (count - 1) * 16 + count * 2  # the others find its blocks
+    assert output.prompt_logprobs == alone.prompt_logprobs and len(output.prompt_logprobs) == len(prompt)
+    assert [c.token_ids for c in output.outputs] == [c.token_ids for c in seeded.outputs]
+
+
 def test_score_adds_up():
     with make("llama") as llm:
         prompt, tail = tiny.PROMPTS[1][:30], tiny.PROMPTS[1][30:]
