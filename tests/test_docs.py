@@ -242,6 +242,14 @@ def test_server_page_names_every_endpoint():
     assert endpoints == {f"{operation.method} {operation.path}" for operation in shown}
 
 
+def test_batch_page_names_every_url():
+    from octavo.server.batch import ENDPOINTS
+
+    page = (ROOT / "docs" / "run-batch.md").read_text(encoding="utf-8")
+    sentence = page[page.index("`url` is") : page.index("`method` may")]
+    assert set(re.findall(r"`(/[^`]+)`", sentence)) == set(ENDPOINTS)
+
+
 def test_the_readme_exists_in_two_languages_with_the_same_examples():
     english, chinese = blocks(ROOT / "README.md"), blocks(ROOT / "README.zh-CN.md")
     assert [b.language for b in english] == [b.language for b in chinese]
