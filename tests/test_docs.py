@@ -29,6 +29,8 @@ FENCE = re.compile(
     r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
 
+OPTION = r"--[a-z][a-z0-9_-]*[a-z0-9]"
+
 
 class Block(NamedTuple):
     language: str
@@ -120,18 +122,15 @@ def spans(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_options_that_the_text_names_exist(page):
-    """Those of the commands, or of the scripts beside a page of measurements."""
-    known = options() | {"--no"}  # `--no-…`
-    if page.parent.name == "benchmarks":
-        scripts = "".join(path.read_text(encoding="utf-8") for path in page.parent.glob("*.py"))
-        known |= set(re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", scripts))
-    lost = [
-        option
-        for span in spans(page)
-        if span.split()[0].startswith("-") or "octavo" in span or span.startswith("python ")
-        for option in re.findall(r"(?:^| )(--[a-z][a-z0-9-]*[a-z0-9])", span)
-        if option not in known
-    ]
+    """Those of the commands; of the scripts of benchmarks/ where it runs one, or is a page of theirs."""
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    known, lost = options() | {"--no"}, []  # `--no-…`
+    own = set(re.findall(OPTION, scripts))
+    for span in spans(page):
+        if span.startswith("-") or "octavo" in span or span.startswith("python "):
+            more = own if span.startswith("python ") or page.parent.name == "benchmarks" else set()
+            named = {name.replace("_", "-") for name in re.findall(rf"(?<!\S){OPTION}", span)}
+            lost += named - known - more
     assert not lost
 
 
