@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 from octavo.config import EngineConfig, make_config
+from octavo.engine.aside import run_aside
 from octavo.engine.client import CoreClient, ProcessClient
 from octavo.engine.embedding_input import EmbeddingInput
 from octavo.engine.embedding_output import PreparedEmbedding
@@ -28,12 +29,14 @@ from octavo.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineRestartingError,
+    RequestAbortedError,
     RequestError,
     RequestFailedError,
 )
 from octavo.messages import (
     AbortRequests,
     AddRequests,
+    CoreOutput,
     CoreOutputs,
     CoreStats,
     DescribeKV,
@@ -58,6 +61,9 @@ logger = logging.getLogger(__name__)
 _Item = RequestOutput | EmbeddingRequestOutput | Exception
 _DELTA = RequestOutputKind.DELTA
 _RESTART_PAUSE = 1.0  # seconds between attempts
+_PUT_TO_SLEEP = (
+    "the engine was put to sleep before the request was finished: send it again once the engine is awake"
+)
 _QUICK_PROMPT = 4096  # tokens that are checked faster than handed to a thread
 
 
@@ -91,6 +97,7 @@ class AsyncLLM:
         self._sleeps: Question[SleepStatus] = Question()
         self._questions: tuple[Question[Any], ...] = (self._profiles, self._kv_maps, self._sleeps)
         self._asleep = False  # or about to be
+        self._dozing: object | None = None  # the call of `sleep` that waits for requests
         self._totals = Totals()
         self._dead: EngineDeadError | None = None
         # Tokenizing is done here, off the loop; two threads keep a long prompt from delaying all others.
@@ -128,13 +135,15 @@ class AsyncLLM:
             ConfigError, ModelError: it cannot be started; one line says why.
         """
         if not isinstance(config, EngineConfig):
-            config = make_config(EngineConfig, settings if config is None else {"model": config, **settings})
+            own = make_config(EngineConfig, settings if config is None else {"model": config, **settings})
         elif settings:
             raise ConfigError(f"{next(iter(settings))} is given beside an EngineConfig: set it there")
-        abandoned = threading.Event()
+        else:
+            own = config
+        loop, abandoned = asyncio.get_running_loop(), threading.Event()
         try:
-            loop = asyncio.get_running_loop()
-            return await asyncio.to_thread(cls, config, loop, abandoned, restart_engine, engine_timeout)
+            make = functools.partial(cls, own, loop, abandoned, restart_engine, engine_timeout)
+            return await run_aside(make, lambda late: late._client.close())
         except asyncio.CancelledError:
             abandoned.set()
             raise
@@ -292,11 +301,14 @@ class AsyncLLM:
             self._end(prepared.request_id, items)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iterator raises RequestFailedError. Unknown ids are ignored."""
+        """End a request; its iterator raises RequestAbortedError. Unknown ids are ignored."""
+        self._abort(request_id, f"request {request_id} was aborted")
+
+    def _abort(self, request_id: str, reason: str) -> None:
         items = self._queues.get(request_id)
         if items is not None:
             self._end(request_id, items)
-            items.put(RequestFailedError(f"request {request_id} was aborted"))
+            items.put(RequestAbortedError(reason))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks."""
@@ -351,10 +363,11 @@ class AsyncLLM:
         Args:
             level: 1 gives back the KV cache and a GPU's weights, which host memory keeps; 2 all weights,
                 which `wake_up` reads from the checkpoint again.
-            mode: "wait" lets requests under way finish, "abort" ends them.
+            mode: "wait" lets requests under way finish, "abort" ends them with a RequestAbortedError.
 
         Raises:
-            RequestError: the engine sleeps already, or cannot; nothing has changed.
+            RequestError: the engine sleeps already, or cannot, or was woken up before it slept; nothing has
+                changed.
             EngineDeadError: the engine has ended.
         """
         await self.check_health()
@@ -362,21 +375,28 @@ class AsyncLLM:
             raise RequestError(f"mode={mode!r} is not valid: give wait or abort", "mode")
         if self._asleep:
             raise RequestError("the engine sleeps already, or is about to: wake it up first")
-        self._asleep, done = True, False
+        doze = self._dozing = object()
+        self._asleep, asked, done = True, False, False
         try:
             if mode == "abort":
                 for request_id in list(self._queues):
-                    await self.abort(request_id)
-            while self._queues and self._dead is None:
+                    self._abort(request_id, _PUT_TO_SLEEP)
+            while self._queues and self._dead is None and self._dozing is doze:
                 await asyncio.sleep(0.01)
             await self.check_health()
+            if self._dozing is not doze:
+                raise RequestError("the engine was woken up before it slept")
+            self._dozing, asked = None, True
             status = await self._sleeps.ask(lambda: self._client.send(Sleep(level)))
             if status.error is not None:
                 raise RequestError(status.error)
             done = True
         finally:
-            # A caller that went away while the engine went to sleep leaves it so.
-            self._asleep = done or self._sleeps.waiting
+            if asked:
+                # A caller that went away while the engine went to sleep leaves it so.
+                self._asleep = done or self._sleeps.waiting
+            elif self._dozing is doze:  # not woken up meanwhile
+                self._asleep, self._dozing = False, None
         return status
 
     async def wake_up(self) -> SleepStatus:
@@ -390,6 +410,9 @@ class AsyncLLM:
         await self.check_health()
         if not self._asleep:
             raise RequestError("the engine is awake")
+        if self._dozing is not None:  # it waits for requests yet
+            self._asleep, self._dozing = False, None
+            return SleepStatus()
         status = await self._sleeps.ask(lambda: self._client.send(WakeUp()))
         self._asleep = status.level > 0
         if status.error is not None:
@@ -464,14 +487,18 @@ class AsyncLLM:
     # ---- called on the client's reader thread ---------------------------------------------------
 
     def _on_outputs(self, news: CoreOutputs) -> None:
+        ready: list[tuple[Mailbox[_Item], _Item]] = []
+        stopped: list[str] = []
         with self._lock:
             self._totals.take(news.stats)
-            results, stopped = self._outputs.process(news.outputs)
-            ready: list[tuple[Mailbox[_Item], _Item]] = []
-            for output, error in results:
-                items = self._queues.get(output.request_id)
-                if items is not None:
-                    ready.append((items, output if error is None else error))
+        for share in _shares(news.outputs):
+            with self._lock:
+                results, ended = self._outputs.process(share)
+                stopped += ended
+                for output, error in results:
+                    items = self._queues.get(output.request_id)
+                    if items is not None:
+                        ready.append((items, output if error is None else error))
         if stopped:
             with contextlib.suppress(EngineDeadError):
                 self._client.send(AbortRequests(stopped))
@@ -555,6 +582,13 @@ class AsyncLLM:
     def _hand_over(self, items: list[tuple[Mailbox[_Item], _Item]]) -> None:
         """Put each item in its queue, in one call on the loop's thread."""
         self._on_loop(_put_all, items)
+
+
+def _shares(outputs: list[CoreOutput]) -> list[list[CoreOutput]]:
+    """What is taken in at a time: log-probabilities may be millions, and the loop waits for the lock."""
+    if any(output.logprobs is not None or output.prompt_logprobs is not None for output in outputs):
+        return [[output] for output in outputs]
+    return [outputs]
 
 
 def _put_all(items: list[tuple[Mailbox[_Item], _Item]]) -> None:

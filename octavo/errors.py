@@ -46,6 +46,10 @@ class RequestFailedError(OctavoError):
     """A request was accepted but could not be finished (a step failed); others are unaffected."""
 
 
+class RequestAbortedError(RequestFailedError):
+    """A request was ended by whoever runs the engine before it was finished; nothing is wrong with it."""
+
+
 def first_line(error: BaseException) -> str:
     """What another library's error says, as a part of one of ours: its first line, or its kind if it says
     nothing."""

@@ -85,6 +85,9 @@ class CoreOutput(msgspec.Struct, omit_defaults=True, gc=False):  # hundreds a st
 # Upper bounds of the buckets of `CoreStats.iteration_tokens` (those of vLLM's metric).
 ITERATION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+# Upper bounds of the buckets of times per token, seconds (those of vLLM's metrics).
+TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip  # noqa: E501
+
 
 class BucketCounts(msgspec.Struct, array_like=True):
     """Values counted by bucket: `counts[i]` are those above bound i - 1 and up to bound i of the bounds that
@@ -109,6 +112,7 @@ class CoreStats(msgspec.Struct):
         prompt_tokens, prompt_tokens_cached: of requests that yielded a token, and those of them that were not
             computed, whatever cache they came from.
         iteration_tokens: tokens computed by a step, by `ITERATION_BOUNDS`; `num_steps` are counted.
+        token_intervals: seconds between steps that yielded tokens of the same request, by `TOKEN_BOUNDS`.
         spec_drafts, spec_draft_tokens, spec_accepted_tokens: drafts that were verified, their tokens, and how
             many of these were accepted; `spec_accepted_per_pos[i]` of those stood at place i of their draft.
         draft_blocks: blocks of the pool that hold KV of a draft model or head; they are among those used.
@@ -180,6 +184,7 @@ class CoreStats(msgspec.Struct):
     spec_accepted_tokens: int = 0
     spec_accepted_per_pos: list[int] = []
     iteration_tokens: BucketCounts = msgspec.field(default_factory=BucketCounts)
+    token_intervals: BucketCounts = msgspec.field(default_factory=BucketCounts)
     block_lifetime: BucketCounts = msgspec.field(default_factory=BucketCounts)
     block_idle: BucketCounts = msgspec.field(default_factory=BucketCounts)
     block_reuse_gap: BucketCounts = msgspec.field(default_factory=BucketCounts)

@@ -383,7 +383,7 @@ SERVER = _table(
     ),
     _same("set OCTAVO_DEBUG or OCTAVO_LOG_LEVEL", "log_error_stack? uvicorn_log_level"),
     _refused("answers carry none", "fingerprint_mode fingerprint_value", "none"),
-    _refused("give --host and --port", "uds grpc?"),
+    _refused("give --host and --port", "grpc?"),
     _same(
         "requests are noted with --access-log FILE alone",
         "disable_access_log_for_endpoints disable_uvicorn_access_log?",
@@ -392,7 +392,6 @@ SERVER = _table(
     _same("pages of allowed origins may use all methods and headers", "allowed_headers allowed_methods"),
     _refused("let a proxy ask for certificates", "ssl_ca_certs ssl_cert_reqs ssl_ciphers", 0),
     _refused("restart the server, or let a proxy hold the certificate", "enable_ssl_refresh?"),
-    _refused("let the proxy take the prefix off", "root_path"),
     _refused("there are no plugins", "middleware"),
     _same("there is GET /openapi.json alone", "disable_fastapi_docs? enable_offline_docs?"),
     _same("--max-request-bytes bounds bodies", "h11_max_header_count h11_max_incomplete_event_size"),

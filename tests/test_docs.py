@@ -4,11 +4,14 @@ A fenced `python` block is executed as it stands, with the default model, in a f
 Blocks of one page share their names, in the order of the page, as a reader would type them. Of a
 fenced `console` block each line that begins with `$ octavo` is parsed by the real command line
 (every command, option and value must exist); commands that start servers or load models are run by
-the tests of the commands. A block after an HTML comment `<!-- not run: reason -->` is left out.
+the tests of the commands. A block after an HTML comment `<!-- not run: reason -->` is left out. Options
+and metrics that the text names exist.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -18,11 +21,15 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(p for d in ("docs", "benchmarks", "deploy") for p in (ROOT / d).rglob("*.md"))]
+)
 CODE = ("octavo", "tests", "benchmarks", "tools")
 FENCE = re.compile(
     r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
+
+OPTION = r"--[a-z][a-z0-9_-]*[a-z0-9]"
 
 
 class Block(NamedTuple):
@@ -61,13 +68,19 @@ def test_python_examples_run(page, default_model, tmp_path, monkeypatch):
 
 
 def commands(page: Path) -> list[tuple[int, list[str]]]:
+    """Lines and words of a page's `$ octavo` commands; of variables, a line before sets each."""
     found = []
     for block in blocks(page):
         if block.language != "console" or block.skipped:
             continue
         lines = block.body.replace("\\\n", " ").splitlines()
+        variables: dict[str, str] = {}
         for number, line in enumerate(lines, block.line):
+            if setting := re.fullmatch(r'\$ (\w+)="(.*)"', line):
+                variables[setting[1]] = setting[2]
             if line.startswith("$ octavo"):
+                for name, value in variables.items():
+                    line = line.replace(f"${name}", value)
                 argv = shlex.split(line[2:], comments=True)
                 cut = next((i for i, word in enumerate(argv) if word in ("|", ">", "<", "&")), len(argv))
                 found.append((number, argv[1:cut]))
@@ -84,6 +97,41 @@ def test_console_examples_parse(page):
         except SystemExit as stop:
             if stop.code:
                 pytest.fail(f"{page.name}:{number}: octavo {shlex.join(argv)} is refused")
+
+
+@functools.cache
+def options() -> set[str]:
+    """The options of all commands."""
+    from octavo.cli.main import COMMANDS, build_parser
+
+    found: set[str] = set()
+    parsers = [build_parser(name) for name in COMMANDS]
+    for parser in parsers:  # grows while it is read
+        for action in parser._actions:
+            found.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return found
+
+
+def spans(page: Path) -> list[str]:
+    """What a page has in backticks, blocks of code apart."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_options_that_the_text_names_exist(page):
+    """Those of the commands; of the scripts of benchmarks/ where it runs one, or is a page of theirs."""
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    known, lost = options() | {"--no"}, []  # `--no-…`
+    own = set(re.findall(OPTION, scripts))
+    for span in spans(page):
+        if span.startswith("-") or "octavo" in span or span.startswith("python "):
+            more = own if span.startswith("python ") or page.parent.name == "benchmarks" else set()
+            named = {name.replace("_", "-") for name in re.findall(rf"(?<!\S){OPTION}", span)}
+            lost += named - known - more
+    assert not lost
 
 
 def anchors(page: Path) -> set[str]:
@@ -154,11 +202,12 @@ def test_what_is_generated_from_the_code_is_what_the_code_says():
     assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == tool.models_page(), hint
 
 
-def test_monitoring_page_names_every_metric():
+@functools.cache
+def metric_names() -> set[str]:
+    """The names of all metrics."""
     from octavo.messages import CoreStats
     from octavo.server.metrics import Metrics
 
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     # Speculation's and a pipeline's are there only where there is one.
     metrics = (
         Metrics(
@@ -167,9 +216,19 @@ def test_monitoring_page_names_every_metric():
         .render()
         .decode()
     )
-    names = set(re.findall(r"^# TYPE (octavo:\S+)", metrics, re.M))
-    told = set(re.findall(r"`(octavo:\w+)(?:\{\w+=[^`]*\})?`", page))
-    assert told == {name for name in names if not name.endswith("_created")}
+    names = re.findall(r"^# TYPE (octavo:\S+)", metrics, re.M)
+    return {name for name in names if not name.endswith("_created")}
+
+
+def test_monitoring_page_names_every_metric():
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(octavo:\w+)(?:\{\w+=[^`]*\})?`", page)) == metric_names()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_metrics_that_the_text_names_exist(page):
+    told = {name for span in spans(page) for name in re.findall(r"octavo:\w+", span)}
+    assert told <= metric_names()
 
 
 def test_server_page_names_every_endpoint():
@@ -180,6 +239,14 @@ def test_server_page_names_every_endpoint():
     operations = OPERATIONS + PAGE + PROFILING + DEVELOPMENT + KV_DEBUG
     shown = [operation for operation in operations if not operation.hidden]
     assert endpoints == {f"{operation.method} {operation.path}" for operation in shown}
+
+
+def test_batch_page_names_every_url():
+    from octavo.server.batch import ENDPOINTS
+
+    page = (ROOT / "docs" / "run-batch.md").read_text(encoding="utf-8")
+    sentence = page[page.index("`url` is") : page.index("`method` may")]
+    assert set(re.findall(r"`(/[^`]+)`", sentence)) == set(ENDPOINTS)
 
 
 def test_the_readme_exists_in_two_languages_with_the_same_examples():

@@ -198,7 +198,7 @@ def test_a_script_s_command_line():
             ["--no-enable-chunked-prefill"],
             "enable_chunked_prefill=False is not supported: prompts are always",
         ),
-        (["--uds", "/tmp/x"], "uds=/tmp/x is not supported: give --host and --port"),
+        (["--grpc"], "grpc=True is not supported: give --host and --port"),
         (["--enable-lora"], "enable_lora=True is not supported"),
         (["--allowed-origins", "[1]"], "allowed_origins='[1]' is not valid"),
     ],

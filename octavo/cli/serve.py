@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
@@ -47,4 +49,7 @@ def run(args: argparse.Namespace) -> int:
             engine_config, restart_engine=config.restart_engine, engine_timeout=config.engine_timeout
         )
 
-    return serve(create_engine, config)
+    code = serve(create_engine, config)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no wait for libraries' threads: of a download, say, that a signal has stopped

@@ -33,6 +33,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 MAX_SALT_LENGTH = 128
 MOST_HELD = 1 << 25
 """Token ids of all choices of a prompt together: 128 choices of a context of 256 thousand tokens."""
+_FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 _SALT_FORBIDDEN = "/@\\\0"
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -167,22 +168,26 @@ class InputProcessor:
         _check_weight(params, ids, bad_words)
         request_id = request_id or secrets.token_hex(8)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        first = others = params if params.n == 1 else params.clone(n=1)
+        if params.prompt_logprobs is not None and params.n > 1 and params.output_kind == _FINAL_ONLY:
+            # They are told once all choices have ended, so that one computes and holds them for all.
+            others = first.clone(prompt_logprobs=None)
         common = dict(
             prompt_token_ids=ids,
-            params=params if params.n == 1 else params.clone(n=1),
             eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
             bad_words_ids=bad_words,
             arrival_time=time.time(),
             priority=priority,
             cache_salt=cache_salt,
             # Stop strings are found in the text, so the front end must see tokens as they come.
-            stream=params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop),
+            stream=params.output_kind != _FINAL_ONLY or bool(params.stop),
         )
         choices = [
             CoreRequest(
                 # Never used again, so that late news of a request that was given up cannot be taken for
                 # news of a later one under the same name.
                 request_id=f"{request_id}#{next(self._serial)}",
+                params=others if index else first,
                 seed=choice_seed(seed, index),
                 **common,  # type: ignore[arg-type]
             )

@@ -95,7 +95,7 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
     Raises:
         EngineDeadError: the device can run no further step.
     """
-    reported = 0.0
+    reported, owed = 0.0, False  # whether something may have changed since figures were delivered
     log = _RateLog(not core.config.disable_log_stats)
     profiling, sleeping = Profiling(core), Sleeping(core)
     if isinstance(core, EngineCore):
@@ -106,6 +106,9 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
             outputs: list[CoreOutput] = []
             wait = not core.has_work
             if wait:
+                if owed:  # copies ended after the last request, say: nobody would ask for long
+                    deliver(CoreOutputs([], core.stats()))
+                    owed = False
                 core.pulse.rest()
             messages = _receive(inbox, wait)
             core.pulse.go_round()
@@ -139,10 +142,10 @@ def run_core(core: Core, inbox: Inbox[ToCore], deliver: Callable[[CoreOutputs], 
                     outputs += _handle(core, message)
             if core.has_work:
                 outputs += profiling.step() if profiling.running else core.step()
-            now = time.monotonic()
+            now, owed = time.monotonic(), True
             if outputs or now - reported > _STATS_INTERVAL:
                 deliver(CoreOutputs(outputs, core.stats()))
-                reported = now
+                reported, owed = now, False
                 log.tick(now, core)
     finally:
         profiling.close()

@@ -166,6 +166,7 @@ class OutputProcessor:
                 live.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             live.prompt_logprobs = [self._position(entry) for entry in output.prompt_logprobs]
+        kind = live.prepared.params.output_kind
         ended = output.finish_reason
         new = output.new_token_ids
         delta = choice.stream.push(
@@ -174,7 +175,7 @@ class OutputProcessor:
         if delta.num_tokens_used < len(new):
             new = new[: delta.num_tokens_used]
         choice.token_ids.extend(new)
-        logprobs = self._collect_logprobs(choice, output.logprobs, len(new))
+        logprobs = self._collect_logprobs(choice, output.logprobs, len(new), kind)
         if delta.stop is not None:
             choice.finish_reason, choice.stop_reason = "stop", delta.stop
             if ended is None:
@@ -188,7 +189,6 @@ class OutputProcessor:
         finished = choice.finish_reason is not None and all(c.finish_reason is not None for c in live.choices)
         if finished:
             self._live.pop(live.prepared.request_id, None)
-        kind = live.prepared.params.output_kind
         if kind == RequestOutputKind.FINAL_ONLY and not finished:
             return None
         if kind == RequestOutputKind.DELTA:
@@ -200,7 +200,7 @@ class OutputProcessor:
         return self._output(live, parts, finished)
 
     def _collect_logprobs(
-        self, choice: _Choice, entries: list[TokenLogprobs] | None, count: int
+        self, choice: _Choice, entries: list[TokenLogprobs] | None, count: int, kind: RequestOutputKind
     ) -> list[PositionLogprobs] | None:
         if choice.logprobs is None or entries is None:
             return None if choice.logprobs is None else []
@@ -210,7 +210,8 @@ class OutputProcessor:
             assert position is not None and choice.cumulative_logprob is not None
             choice.cumulative_logprob += entry.values[0]
             new.append(position)
-        choice.logprobs.extend(new)
+        if kind != RequestOutputKind.DELTA:  # whose results tell what is new
+            choice.logprobs.extend(new)
         return new
 
     def _position(self, entry: TokenLogprobs | None) -> PositionLogprobs | None:

@@ -35,7 +35,9 @@ def main(fd: int, make: Callable[[EngineConfig], Core] | None = None) -> int:
     Args:
         make: makes the core; None: as the model needs.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides what an interrupt means
+    # The front end decides what they mean; a service manager sends them to all processes of a service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     encoder = msgspec.msgpack.Encoder()
 

@@ -36,6 +36,7 @@ class Request:
     pooled: bytes | None = None  # the vector of a text to embed
     grammar: GrammarRun | None = None  # what its tokens must follow
     num_reported: int = 0  # output tokens that have left the core
+    last_token: float = 0.0  # when the newest token came, by the clock of `TokenIntervals`; 0: none has
     loading: bool = False  # waits for copies
     gives_way: bool = False  # and will not go on once they are through
     num_found: int = 0  # tokens that need not be computed, once they are through

@@ -43,6 +43,7 @@ def take_in(
         _collect_prompt_logprobs(slots, plan, live, result)
     outputs: list[CoreOutput] = []
     sampled = live & plan.samples
+    slots.intervals.observe(plan.slots[sampled & (result.num_tokens > 0)], time.monotonic())
     for column in range(result.tokens.shape[1]):
         if column:
             sampled &= slots.epoch[plan.slots] == epochs  # not ended by an earlier column

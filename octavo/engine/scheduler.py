@@ -139,6 +139,7 @@ class Scheduler:
         self.stats.draft_blocks = 0 if self._draft_blocks is None else self._draft_blocks.num_held
         self.stats.kv_blocks_used = self._admission.num_used() + self.stats.draft_blocks
         self.stats.kv_cache_usage = self.stats.kv_blocks_used / pool.num_blocks
+        self.stats.token_intervals = self._slots.intervals.counted
         if offloading is not None:
             self.stats.host_blocks_total = offloading.tier.num_slots
             self.stats.host_blocks_used = offloading.tier.num_used

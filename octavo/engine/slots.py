@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from octavo.engine.intervals import TokenIntervals
 from octavo.engine.news import News
 from octavo.engine.request import Request
 from octavo.kv.manager import NEVER, KVManager
@@ -67,6 +68,7 @@ class Slots:
         self.stop_uses = np.zeros(vocab_size, np.int32)
         self.shared = SharedPrefix(num_slots, kv.full_groups)
         self.news = News(num_slots)
+        self.intervals = TokenIntervals(num_slots)
         self.requests: list[Request | None] = [None] * num_slots
         self.num_left = 0
         self._free = list(range(num_slots - 1, -1, -1))
@@ -113,6 +115,7 @@ class Slots:
         if request.grammar is not None:
             request.grammar.pending = 0
         self.news.enter(request)
+        self.intervals.enter(request)
         self.wants_prompt_logprobs[slot] = request.wants_prompt_logprobs
         for token in request.stop_ids:
             self.stop_uses[token] += 1
@@ -140,6 +143,7 @@ class Slots:
         slot = request.slot
         request.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
         self.news.leave(request)
+        self.intervals.leave(request)
         self.epoch[slot] += 1
         self.shared.leave(slot)
         self.requests[slot] = None

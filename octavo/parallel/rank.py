@@ -82,7 +82,9 @@ class Link:
 
 def main(fd: int) -> int:
     """Join the other ranks, load this one's part, serve steps. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides what an interrupt means
+    # The front end decides what they mean; a service manager sends them to all processes of a service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     link = Link(socket.socket(fileno=fd))
     first = link.receive()

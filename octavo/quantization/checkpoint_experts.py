@@ -19,7 +19,7 @@ from octavo.quantization.checkpoint_method import (
     of_mode,
     scheme_at,
 )
-from octavo.quantization.checkpoint_runners import MatricesRunner, PackedRunner, Runner, packable
+from octavo.quantization.checkpoint_runners import MatricesRunner, PackedRunner, Runner, Unpackable, packable
 from octavo.quantization.experts_method import ExpertShard, ExpertsMethod, UnquantizedExpertsMethod
 from octavo.quantization.local_hardware import hardware_of
 from octavo.quantization.matrices import DenseMatrix, Matrix, blank_matrix, join
@@ -244,12 +244,12 @@ class CheckpointExperts(ExpertsMethod):
             return [MatricesRunner([m.for_kernels() for m in join(parts)]) for parts in matrices]
         out: list[Runner] = []
         for parts in matrices:
-            packed = packable(parts)
-            if packed is None:
-                dense = [DenseMatrix(part.dequantize()) for part in parts]
-                out.append(MatricesRunner(join(dense)))
-            else:
-                out.append(PackedRunner(packed, columns))
+            try:
+                out.append(PackedRunner(packable(parts), columns))
+            except Unpackable as error:
+                runner = MatricesRunner(join([DenseMatrix(part.dequantize()) for part in parts]))
+                runner.expanded_since = str(error)
+                out.append(runner)
         return out
 
     def recordable(self, layer: nn.Module) -> bool:

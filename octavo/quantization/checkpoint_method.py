@@ -20,6 +20,7 @@ from octavo.quantization.checkpoint_runners import (
     MatricesRunner,
     PackedRunner,
     Runner,
+    Unpackable,
     packable,
     packed_format,
 )
@@ -250,13 +251,20 @@ class CheckpointMethod(LinearMethod):
         hardware: Hardware,
     ) -> Runner:
         expanded = [mode is None or mode.mode == "dequantized" for mode in modes]
-        if hardware.kind == "cpu":
-            packed = None if any(expanded) else packable(matrices)
-            if packed is not None:
-                return PackedRunner(packed, columns)
+        since: str | None = None
+        if hardware.kind == "cpu":  # whose kernels take all or nothing
+            if not any(expanded):
+                try:
+                    return PackedRunner(packable(matrices), columns)
+                except Unpackable as error:
+                    since = str(error)
+            elif not all(expanded):
+                since = "others are not quantized, or dequantized, with which they are multiplied as one"
             expanded = [True] * len(matrices)
         if all(expanded):
-            return DenseRunner(dense_method(self.config.dense), matrices, columns, dtype, device)
+            runner = DenseRunner(dense_method(self.config.dense), matrices, columns, dtype, device)
+            runner.expanded_since = since
+            return runner
         kept = []
         for matrix, mode, dense in zip(matrices, modes, expanded, strict=True):
             if dense:

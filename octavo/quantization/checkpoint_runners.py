@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -27,8 +28,18 @@ INT4_ASYMMETRIC = QuantFormat(5, 32, False, 16)
 _SCALE_ERROR = 2.0**-8
 
 
+class Unpackable(Exception):
+    """Matrices have no form that the CPU's kernels multiply; the message says why."""
+
+
 class Runner(ABC):
-    """Multiplies with a layer's matrix."""
+    """Multiplies with a layer's matrix.
+
+    Attributes:
+        expanded_since: why it is dequantized though the table of modes (`capability`) says otherwise.
+    """
+
+    expanded_since: str | None = None
 
     @abstractmethod
     def register(self, layer: nn.Module) -> None:
@@ -227,27 +238,35 @@ def packed_format(scheme: WeightScheme) -> QuantFormat:
     return INT4 if scheme.symmetric else INT4_ASYMMETRIC
 
 
-def packable(matrices: Sequence[Matrix]) -> tuple[list[QuantizedMatrix], torch.Tensor | None] | None:
-    """The parts in the CPU's form, and the columns of x in their order (None: as they are); None where they
-    have no such form: scales beyond float16, groups that are no multiples of 32 columns, or parts of
-    different orders."""
+def dequantized_instead(model: nn.Module) -> Mapping[str, int]:
+    """How many of a model's matrices were dequantized though the table of modes says otherwise, by why."""
+    reasons: Counter[str] = Counter()
+    for module in model.modules():
+        for name in ("runner", "w13", "w2"):  # the latter of experts
+            found = getattr(module, name, None)
+            for runner in found if isinstance(found, list) else [found]:
+                if isinstance(runner, Runner) and runner.expanded_since is not None:
+                    reasons[runner.expanded_since] += 1
+    return reasons
+
+
+def packable(matrices: Sequence[Matrix]) -> tuple[list[QuantizedMatrix], torch.Tensor | None]:
+    """The parts in the CPU's form, and the columns of x in their order (None: as they are).
+
+    Raises:
+        Unpackable: scales beyond float16, groups that are no multiples of 32 columns, or parts of different
+            orders.
+    """
     perms = [matrix.perm if isinstance(matrix, Int4Matrix) else None for matrix in matrices]
     first = perms[0]
     for perm in perms:
-        if (perm is None) != (first is None):
-            return None
-        if perm is not None and first is not None and not torch.equal(perm, first):
-            return None
-    parts = []
-    for matrix in matrices:
-        part = _quantized(matrix)
-        if part is None:
-            return None
-        parts.append(part)
-    return joined(parts), None if first is None else first.long()
+        alike = perm is first if perm is None or first is None else torch.equal(perm, first)
+        if not alike:
+            raise Unpackable("parts that are multiplied as one have columns in different orders")
+    return joined([_quantized(matrix) for matrix in matrices]), None if first is None else first.long()
 
 
-def _quantized(matrix: Matrix) -> QuantizedMatrix | None:
+def _quantized(matrix: Matrix) -> QuantizedMatrix:
     if isinstance(matrix, Int4Matrix):
         codes = unpack_rows(matrix.qweight).T.contiguous()
         scale = matrix.scales.T.float()
@@ -259,17 +278,17 @@ def _quantized(matrix: Matrix) -> QuantizedMatrix | None:
     if isinstance(matrix, Matrix8) and matrix.weight.dtype is torch.int8 and matrix.zeros is None:
         scale = matrix.scale if matrix.scale.dim() == 2 else matrix.scale[:, None]
         return _with_scales(INT8, matrix.weight, scale)
-    return None
+    raise Unpackable("parts that are multiplied as one are not all of 4 or 8 bits")
 
 
-def _with_scales(fmt: QuantFormat, codes: torch.Tensor, scale: torch.Tensor) -> QuantizedMatrix | None:
+def _with_scales(fmt: QuantFormat, codes: torch.Tensor, scale: torch.Tensor) -> QuantizedMatrix:
     """The matrix of codes `[N, K]` and float32 scales `[N, groups]`."""
     columns, groups = codes.shape[1], scale.shape[1]
     if groups > 1 and (columns % groups or columns // groups % BLOCK):
-        return None
+        raise Unpackable(f"groups of {columns / groups:g} columns are no multiples of {BLOCK}")
     half = scale.half()
     if bool(((half.float() - scale).abs() > _SCALE_ERROR * scale.abs()).any()):
-        return None
+        raise Unpackable("float16, which the kernels have scales in, does not hold theirs")
     padding = -columns % BLOCK
     if padding:  # of one group only
         codes = torch.nn.functional.pad(codes, (0, padding), value=fmt.zero)

@@ -235,6 +235,13 @@ def _store(layer: nn.Module) -> Store:
     return store
 
 
+def num_plain(model: nn.Module) -> int:
+    """How many of a model's matrices are in the activations' dtype, since no kernel takes their encoding or
+    the checkpoint has them unquantized."""
+    stores = {id(s): s for m in model.modules() if isinstance(s := getattr(m, "store", None), Store)}
+    return sum(store.matrix is None for store in stores.values())
+
+
 class GGUFMethod(QuantizedMethod):
     """The encodings of a GGUF file, kept: matrices come as `QuantizedTensor`s. What a file stores unquantized
     stays so."""

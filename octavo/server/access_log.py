@@ -168,7 +168,7 @@ class _Entry:
         return {
             "time": begun.isoformat(timespec="milliseconds"),
             "request_id": scope[REQUEST_ID][:_MOST_TEXT],
-            "client": client[0] if client else None,
+            "client": client[0][:_MOST_TEXT] if client else None,
             "method": scope["method"],
             "path": scope["path"][:_MOST_TEXT],
             "status": self._status,

@@ -47,22 +47,24 @@ class ApiKeys:
     def _read(self) -> list[bytes]:
         config = self._config
         keys = list(config.api_key or [])
-        if any(not key or key != key.strip() for key in keys):
-            # An empty one, of a variable that isn't set say, would let in whoever sends none.
-            raise ConfigError(
-                "api_key is empty, or begins or ends with white space: give keys, or leave it out"
-            )
         if os.environ.get(API_KEY_VARIABLE):
             keys.append(os.environ[API_KEY_VARIABLE])
+        if any(not key or key != key.strip() for key in keys):
+            # An empty one, of a variable that isn't set say, would let in whoever sends none; white space
+            # around it is taken off what clients send.
+            raise ConfigError(
+                f"api_key (or {API_KEY_VARIABLE}) is empty, or begins or ends with white space: give keys, "
+                "or leave it out"
+            )
         if config.api_key_file is not None:
             keys += _keys_of(config.api_key_file)
         # Digests have one length, so that the time of a comparison tells nothing about a key.
-        return [_digest(key.encode()) for key in keys]
+        return [_digest(key.encode("utf-8", "surrogateescape")) for key in keys]
 
 
 def _keys_of(path: str) -> list[str]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file={path!r} cannot be read: {error}") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

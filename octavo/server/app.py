@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -54,6 +55,8 @@ def build_app(service: Service) -> ASGIApp:
         app = RequestIdMiddleware(app)
     if service.access_log is not None:
         app = AccessLogMiddleware(app, service.access_log)
+    if service.config.root_path is not None:
+        app = _PrefixMiddleware(app, service.config.root_path)
     return app
 
 
@@ -165,6 +168,24 @@ async def _fail(response: Any, error: ApiError, scope: Scope, receive: Receive, 
         await response.fail(error, send)
     else:
         await error.response()(scope, receive, send)
+
+
+class _PrefixMiddleware:
+    """Takes off the path under which a proxy offers the server, where the proxy has not."""
+
+    def __init__(self, app: ASGIApp, prefix: str):
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path, prefix = scope["path"], self._prefix
+            if path == prefix:  # what the page asks for is relative to its address
+                await Response(status_code=307, headers={"location": f"{prefix}/"})(scope, receive, send)
+                return
+            if path.startswith(f"{prefix}/"):
+                scope["path"] = path[len(prefix) :]
+        await self._app(scope, receive, send)
 
 
 class _SiteMiddleware:

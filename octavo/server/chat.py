@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator
@@ -138,12 +139,11 @@ class ChatJob:
     async def complete(self) -> ChatCompletion:
         """The whole answer."""
         usage = UsageCount()
-        choices: list[ChatChoice] = []
         answer = ChatCompletion(
             self.id,
             self.created,
             self.model,
-            choices,
+            [],
             usage.total(),
             synthetic_acceptance=self.service.synthetic,
         )
@@ -153,14 +153,23 @@ class ChatJob:
                     usage.prompt(index, out)
                     for output in out.outputs:
                         usage.add(len(output.token_ids))
-                        choices.append(self._choice(output))
-                    if self.body.prompt_logprobs is not None and out.prompt_logprobs is not None:
-                        answer.prompt_logprobs = prompt_logprobs(out.prompt_logprobs, self.style)
-        choices.sort(key=lambda choice: choice.index)
+                    fill = functools.partial(self._fill, answer, out)
+                    if self.body.logprobs or self.body.prompt_logprobs is not None:
+                        # They may be millions, which would hold up everybody's streams.
+                        await asyncio.to_thread(fill)
+                    else:
+                        fill()
+        answer.choices.sort(key=lambda choice: choice.index)
         answer.usage = usage.total()
         if self.body.return_token_ids:
             answer.prompt_token_ids = self.prompt
         return answer
+
+    def _fill(self, answer: ChatCompletion, out: RequestOutput) -> None:
+        """Put a result into the answer."""
+        answer.choices += [self._choice(output) for output in out.outputs]
+        if self.body.prompt_logprobs is not None and out.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(out.prompt_logprobs, self.style)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer in pieces: one item per engine step. Each choice's first chunk tells the role."""

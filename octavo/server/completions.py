@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -180,8 +181,9 @@ class _CompletionJob:
                     text = await self._echo_text(index, out)
                     for output in out.outputs:
                         usage.add(0 if self.echo_only else len(output.token_ids))
-                    for output in best(out.outputs, self.num_choices):
-                        choices.append(self._choice(index, out, output, text))
+                    make = functools.partial(self._choices, index, out, text)
+                    # Log-probabilities may be millions, which would hold up everybody's streams.
+                    choices += await asyncio.to_thread(make) if self._tells_more else make()
         choices.sort(key=lambda choice: choice.index)
         return Completion(
             self.id,
@@ -191,6 +193,11 @@ class _CompletionJob:
             usage.total(),
             synthetic_acceptance=self.service.synthetic,
         )
+
+    def _choices(self, index: int, out: RequestOutput, echo: str) -> list[CompletionChoice]:
+        """The choices of a prompt that has ended."""
+        told = best(out.outputs, self.num_choices)
+        return [self._choice(index, out, output, echo) for output in told]
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer in pieces: one item per engine step."""

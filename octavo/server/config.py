@@ -32,6 +32,15 @@ class ServerConfig:
         "127.0.0.1", "Address to listen on; 0.0.0.0 takes requests from other machines (then set --api-key)."
     )
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    uds: str | None = setting(
+        None,
+        "Path of a Unix domain socket to listen on; then host and port mean nothing. Who may connect is said "
+        "by the rights of the file and its folder.",
+    )
+    root_path: str | None = setting(
+        None,
+        "Path under which a proxy offers the server, such as /octavo, whether the proxy takes it off or not.",
+    )
     served_model_name: list[str] | None = setting(
         None,
         "Names that clients may use for the model; answers carry the first. By default the model as given.",
@@ -175,11 +184,27 @@ class ServerConfig:
                 f"metrics_prefix={self.metrics_prefix!r} is no beginning of a metric's name: give letters, "
                 "digits and _, with no digit first"
             )
+        self.root_path = _path_prefix(self.root_path)
+        if self.uds is not None and (not self.uds or "\0" in self.uds):
+            raise ConfigError(f"uds={self.uds!r} is no path: give one, such as /run/octavo.sock")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice needs a tool_call_parser: name the model's")
 
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)  # before a model is loaded
+
+
+def _path_prefix(given: str | None) -> str | None:
+    """A path without the slash at its end; None for that of no prefix.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    if given is None:
+        return None
+    if not re.fullmatch(r"(/[!-~]*)?", given) or set(given) & set("?#%"):
+        raise ConfigError(f"root_path={given!r} is not valid: give a path, such as /octavo")
+    return given.rstrip("/") or None
 
 
 def _words(given: list[str] | None) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,7 +159,7 @@ async def _tokenize(service: Service, scope: Scope, body: TokenizeRequest) -> As
         tokens = await service.text.encode_chat(prompt)
     answer = TokenizeResponse(len(tokens), service.engine.max_model_len, tokens)
     if body.return_token_strs:
-        answer.token_strs = [service.text.token(token).decode("utf-8", "replace") for token in tokens]
+        answer.token_strs = await asyncio.to_thread(service.text.pieces, tokens)
     return json_response(answer)
 
 
@@ -235,11 +236,9 @@ async def _stop_profile(service: Service, scope: Scope, body: None) -> AsgiRespo
 async def _openapi(service: Service, scope: Scope, body: None) -> AsgiResponse:
     from octavo.server.openapi import openapi_document
 
-    document = openapi_document(operations(service.engine.config, service.config), service.keys.wanted)
-    return Response(
-        msgspec.json.encode(document),
-        media_type="application/json",
-    )
+    offered = operations(service.engine.config, service.config)
+    document = openapi_document(offered, service.keys.wanted, service.config.root_path)
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 OPERATIONS: tuple[Operation, ...] = (

@@ -11,6 +11,7 @@ from octavo.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineRestartingError,
+    RequestAbortedError,
     RequestError,
     RequestFailedError,
 )
@@ -85,6 +86,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, f"the engine has stopped: {error}; restart the server", code="engine_dead")
     if isinstance(error, EngineAsleepError):
         return ApiError(503, str(error), code="engine_asleep")
+    if isinstance(error, RequestAbortedError):
+        return ApiError(503, str(error), code="request_aborted")
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error), code="request_failed")
     logger.error("request failed", exc_info=error)

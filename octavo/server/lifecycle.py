@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import resource
@@ -23,6 +22,7 @@ from octavo.server.access_log import AccessLog
 from octavo.server.api_keys import ApiKeys
 from octavo.server.app import LoadingGate, build_app
 from octavo.server.config import ServerConfig
+from octavo.server.listening import address, bound, cannot_bind
 from octavo.server.service import Engine, Service
 
 logger = logging.getLogger(__name__)
@@ -36,30 +36,6 @@ MOST_FILES = 65_535
 """Open files, of which connections are most."""
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Take the port, without listening yet: done before the model loads, so that a mistake shows at once.
-
-    Raises:
-        ConfigError: the port or the address cannot be had.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"host={config.host!r} is not an address of this machine ({error}): try 127.0.0.1 or 0.0.0.0"
-        ) from None
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise _cannot_bind(config, error) from None
-    return sock
-
-
 def serve(create_engine: Callable[[], Awaitable[Engine]], config: ServerConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code.
 
@@ -67,14 +43,11 @@ def serve(create_engine: Callable[[], Awaitable[Engine]], config: ServerConfig) 
     `config.drain_timeout`; a second one ends them.
 
     Raises:
-        ConfigError: port in use, bad settings.
+        ConfigError: port or path in use, bad settings.
     """
-    sock = bind(config)
-    raise_file_limit()
-    try:
+    with bound(config) as sock:
+        raise_file_limit()
         return run(_serve(create_engine, config, sock))
-    finally:
-        sock.close()
 
 
 def raise_file_limit() -> None:
@@ -107,7 +80,7 @@ async def _serve(
         # While the model loads, too: a hangup that nobody takes ends a process.
         loop.add_signal_handler(signal.SIGHUP, reload, keys, access_log)
     gate = LoadingGate()
-    server = _Server(_uvicorn_config(gate, config))
+    server = _Server(uvicorn_config(gate, config))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     starting = asyncio.ensure_future(create_engine())
     stopping = asyncio.Event()
@@ -141,14 +114,17 @@ async def _serve(
             shutdown.signal()
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        _tell_ready(sock, server.config.is_ssl)
+        if server.started:
+            _tell_ready(address(sock, server.config.is_ssl))
         try:
             await serving
         finally:
             service.close()
     finally:
-        await _stop(server, serving, config)
-        await engine.shutdown(0.0)
+        try:
+            await _stop(server, serving, config)
+        finally:
+            await engine.shutdown(0.0)
     return 0
 
 
@@ -162,7 +138,7 @@ async def _stop(server: _Server, serving: asyncio.Future[None], config: ServerCo
     try:
         await serving
     except OSError as error:
-        raise _cannot_bind(config, error) from None
+        raise cannot_bind(config, error) from None
     return 0
 
 
@@ -208,16 +184,35 @@ class _Shutdown:
 class _Server(uvicorn.Server):
     """Uvicorn without its signal handlers, which would end the process by the signal instead of by 0."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if not sockets or sockets[0].family != socket.AF_UNIX:
+            await super().startup(sockets)
+            return
+        # Uvicorn makes a TCP server of it, whose connections are to send without delay, which these cannot.
+        await self.lifespan.startup()
+        config = self.config
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_unix_server(protocol, sock=sock, ssl=config.ssl, backlog=config.backlog)
+            for sock in sockets
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def _tell_ready(sock: socket.socket, is_ssl: bool) -> None:
+def _tell_ready(where: str) -> None:
     """Write the line that says where requests are taken."""
-    host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    line = f"Octavo is ready: {'https' if is_ssl else 'http'}://{shown}:{port}/v1"
+    line = f"Octavo is ready: {where}"
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -227,7 +222,12 @@ def _tell_ready(sock: socket.socket, is_ssl: bool) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
 
 
-def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    """How the server speaks HTTP.
+
+    Raises:
+        ConfigError: there is no certificate, or no key to it, where the settings say.
+    """
     options: dict[str, Any] = {}
     if config.ssl_certfile or config.ssl_keyfile:
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -241,6 +241,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=http_protocol(),
+        ws="none",  # where a library for it is installed, an offer would be taken up
         lifespan="off",
         log_config=None,
         log_level="warning",
@@ -274,13 +275,3 @@ def http_protocol() -> Any:
     except ImportError:  # httptools is not built for every platform; h11 has a bound of its own
         return "h11"
     return BoundedHttpProtocol
-
-
-def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port={config.port} is in use: choose another one, or 0 for a free one")
-    if error.errno == errno.EACCES:
-        return ConfigError(f"port={config.port} needs privileges: choose one of at least 1024")
-    return ConfigError(
-        f"cannot listen on host={config.host!r}, port={config.port}: {error.strerror or error}"
-    )

@@ -28,11 +28,14 @@ _ERRORS = {
 }
 
 
-def openapi_document(operations: Sequence[Operation], needs_key: bool) -> dict[str, Any]:
+def openapi_document(
+    operations: Sequence[Operation], needs_key: bool, root_path: str | None = None
+) -> dict[str, Any]:
     """The document as JSON values.
 
     Args:
         needs_key: whether the server asks for an API key.
+        root_path: what stands before all paths, where a proxy offers the server.
     """
     structs: list[Any] = [ErrorResponse]
     operations = [operation for operation in operations if not operation.hidden]
@@ -52,6 +55,8 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool) -> dict[s
         "paths": {},
         "components": {"schemas": components},
     }
+    if root_path is not None:
+        document["servers"] = [{"url": root_path}]
     if needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for operation in operations:

@@ -20,6 +20,7 @@ from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.server.access_log import AccessLog
 from octavo.server.api_keys import ApiKeys
+from octavo.server.bounds import check_bounds
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics, RequestRecord, cache_labels
@@ -295,8 +296,13 @@ class Service:
 
         Raises:
             ApiError: 503 where too many wait.
+            RequestError: for more than one request may come to (`octavo.server.bounds`).
         """
         self.check_queue()
+        try:
+            check_bounds(prompts, params, self.engine.max_model_len, self.engine.model_config.vocab_size)
+        except RequestError as error:
+            raise named_by(error, names) from None
         if len(prompts) == 1:
             return self._one(0, prompts[0], params, request_id, exact, priority, cache_salt, names)
         return _merge(

@@ -132,6 +132,11 @@ class TextService:
         """UTF-8 bytes that a token adds to a text; none for a special token that the text leaves out."""
         return b"" if self._tokenizer is None else self._tokenizer.byte_table(skip_special)[token_id]
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token's text, special ones included; pieces of characters as U+FFFD."""
+        table = self.tokenizer.byte_table(False)
+        return [table[token].decode("utf-8", "replace") for token in ids]
+
     def special_id(self, text: str) -> int | None:
         """The id of the special token that a text is, if it is one."""
         if self._tokenizer is None:

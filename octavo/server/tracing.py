@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.errors import RequestAbortedError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 
@@ -95,7 +96,7 @@ class RequestTrace:
 
         if self._recording:
             self._span.set_status(Status(StatusCode.ERROR, str(error)))
-            self._reasons.append("error")
+            self._reasons.append("abort" if isinstance(error, RequestAbortedError) else "error")
             self._end()
 
     def close(self) -> None:

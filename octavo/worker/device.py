@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -18,6 +19,7 @@ from octavo.models.locate import ModelSource
 from octavo.models.quantized import checkpoint_quantization
 from octavo.planning.hardware import detect_cpu, usable_cores
 from octavo.quantization.checkpoint_method import mode_of
+from octavo.quantization.checkpoint_runners import dequantized_instead
 from octavo.quantization.linear_method import cpu_lacks
 from octavo.quantization.local_hardware import hardware_of
 from octavo.quantization.online import NAMES as ONLINE
@@ -164,6 +166,19 @@ def _check_strict(found: QuantizationConfig, device: torch.device) -> None:
                 f"quantization_strict: {scheme.name} would run as {running.mode}, since {running.reason}: "
                 "leave quantization_strict out, or use other hardware"
             )
+
+
+def check_strictly_kept(model: nn.Module) -> None:
+    """Refuse, for quantization_strict, matrices that turned out to have no form of the kernels.
+
+    Raises:
+        ConfigError: naming how many there are, and why.
+    """
+    for reason, count in dequantized_instead(model).items():
+        raise ConfigError(
+            f"quantization_strict: {count} of the matrices would be dequantized, since {reason}: leave "
+            "quantization_strict out, or use other hardware"
+        )
 
 
 def set_threads(config: EngineConfig, device: torch.device) -> int:

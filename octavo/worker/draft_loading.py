@@ -21,7 +21,7 @@ from octavo.models.loading import build_model, load_targets, load_weights
 from octavo.models.locate import ModelSource, configured_model, configured_tokenizer
 from octavo.speculative_config import SpeculativeConfig
 from octavo.tokenization.tokenizer import load_tokenizer
-from octavo.worker.device import DTYPES, choose_quantization
+from octavo.worker.device import DTYPES, check_strictly_kept, choose_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +188,8 @@ def fill_draft(
         seed=config.seed,
     )
     load_weights(model, weights)
+    if config.quantization_strict:
+        check_strictly_kept(model)
     return model
 
 

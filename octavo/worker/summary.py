@@ -8,7 +8,9 @@ import torch
 
 from octavo.kv.groups import describe_pool
 from octavo.quantization.checkpoint_method import describe_modes
+from octavo.quantization.checkpoint_runners import dequantized_instead
 from octavo.quantization.local_hardware import hardware_of
+from octavo.quantization.quantized_method import num_plain
 
 if TYPE_CHECKING:
     from octavo.worker.worker import Worker
@@ -52,9 +54,14 @@ def _weights(worker: Worker) -> str:
     nbytes = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
     described = {"gguf": "as the GGUF file encodes them", "half": "16-bit floats as the checkpoint's"}
     if found.rules:
-        kept = f"{found.title}: {'; '.join(describe_modes(found, hardware_of(worker.device)))}"
+        modes = describe_modes(found, hardware_of(worker.device))
+        for reason, count in dequantized_instead(worker.model).items():
+            modes.append(f"{count} of the matrices dequantized, since {reason}")
+        kept = f"{found.title}: {'; '.join(modes)}"
     else:
         kept = described.get(found.format, found.format)
+        if plain := num_plain(worker.model):
+            kept += f", {plain} of the matrices in {worker.dtype}"
     return f"{kept} ({nbytes / 1e6:.0f} MB)"
 
 

@@ -43,6 +43,7 @@ from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.cache_root import cache_root
 from octavo.worker.device import (
     DTYPES,
+    check_strictly_kept,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -246,6 +247,8 @@ class Worker:
             raise ConfigError(
                 f"the weights of {source.name} do not fit on {self.device}: {first_line(error)}"
             ) from None
+        if config.quantization_strict:
+            check_strictly_kept(model)
         self.model = model
 
     def _load_draft(self, speculative: SpeculativeConfig, source: ModelSource, wanted: int) -> LoadedDraft:

@@ -113,7 +113,9 @@ def test_a_start_that_is_given_up_ends_the_loading_process(monkeypatch):
             await task
 
     begin = time.monotonic()
-    asyncio.run(cancelled())  # waits for its threads
+    asyncio.run(cancelled())
+    while started[0].poll() is None and time.monotonic() - begin < 60:
+        time.sleep(0.01)
     assert started[0].poll() is not None
     assert time.monotonic() - begin < 60
 
@@ -153,3 +155,15 @@ def test_an_engine_made_before_its_loop_as_vllms_users_do():
 
     cut, short = asyncio.run(main())
     assert cut == short
+
+
+def test_log_probabilities_are_taken_in_a_choice_at_a_time() -> None:
+    """The lock that the event loop waits for is free between them."""
+    from octavo.async_llm import _shares
+    from octavo.messages import CoreOutput
+    from octavo.step_messages import TokenLogprobs
+
+    plain = [CoreOutput("a", [1]), CoreOutput("b", [2])]
+    assert _shares(plain) == [plain] and _shares([]) == [[]]
+    told = [*plain, CoreOutput("c", [3], logprobs=[TokenLogprobs([3], [-1.0], 1)])]
+    assert _shares(told) == [[output] for output in told]

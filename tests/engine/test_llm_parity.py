@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.models.interface import CausalLM
+from octavo.sampling import logprobs
 from tests import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -165,14 +167,48 @@ def test_warm_equals_cold_round_after_round():
             assert (cached > 0) == (round_ > 0)
 
 
-def test_many_prompt_logprobs_are_computed_in_slices():
-    prompts = [(tiny.PROMPTS[2] * 3)[:240] for _ in range(8)]
-    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=20, detokenize=False)
+def test_many_prompt_logprobs_are_computed_in_slices(monkeypatch):
+    """Of no more rows than a slice holds; and they are Transformers'."""
+    most, top, asked = 24, 20, []
+    monkeypatch.setattr(logprobs, "SLICE_ELEMENTS", most * (tiny.VOCAB_SIZE + 4 * top))
+    compute = CausalLM.compute_logits
+
+    def counted(self, hidden):
+        asked.append(len(hidden))
+        return compute(self, hidden)
+
+    monkeypatch.setattr(CausalLM, "compute_logits", counted)
+    prompts = [[*range(5 + i, 245), *range(5, 5 + i)] for i in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=top, detokenize=False)
     with make("llama", max_num_batched_tokens=256) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    for output in outputs:
+    assert max(asked) == most and sum(asked) >= 8 * 239
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reference = tiny.logits("llama", prompt).log_softmax(-1)
+        likeliest = reference.sort(-1, descending=True).values
         assert len(output.prompt_logprobs) == 240
-        assert all(len(entry) >= 20 for entry in output.prompt_logprobs[1:])
+        for row, (token, entry) in enumerate(zip(prompt[1:], output.prompt_logprobs[1:], strict=True)):
+            for told, value in entry.items():
+                assert abs(value.logprob - float(reference[row, told])) < 1e-4
+            ranked = sorted((value.logprob for value in entry.values()), reverse=True)[:top]
+            torch.testing.assert_close(torch.tensor(ranked), likeliest[row, :top], atol=1e-4, rtol=0)
+            assert token in entry
+
+
+def test_choices_of_a_prompt_compute_its_log_probabilities_once():
+    prompt, count = tiny.PROMPTS[2], 4
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=3, prompt_logprobs=2, ignore_eos=True, detokenize=False
+    )
+    with make("llama") as llm:
+        [alone] = llm.generate([prompt], params, use_tqdm=False)
+        before = llm.stats().iteration_tokens.total
+        [output] = llm.generate([prompt], params.clone(n=count), use_tqdm=False)
+        rows = llm.stats().iteration_tokens.total - before
+        seeded = llm.generate([prompt], params.clone(n=count, prompt_logprobs=None), use_tqdm=False)[0]
+    assert rows <= len(prompt) + (count - 1) * 16 + count * 2  # the others find its blocks
+    assert output.prompt_logprobs == alone.prompt_logprobs and len(output.prompt_logprobs) == len(prompt)
+    assert [c.token_ids for c in output.outputs] == [c.token_ids for c in seeded.outputs]
 
 
 def test_score_adds_up():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
 from octavo.kv.capacity import request_blocks
 from octavo.kv.groups import page_bytes
 from octavo.quantization.capability import Hardware
-from tests.quantization.checkpoints import AMPERE, FOLDER, HOPPER, load, logits, pretend
+from tests.quantization.checkpoints import AMPERE, FOLDER, HOPPER, changed, load, logits, pretend
 
 PROMPTS = [[(i * i * 7 + seed * 31) % 120 + 5 for i in range(n)] for seed, n in enumerate((40, 19, 33, 5))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -105,6 +107,40 @@ def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.startswith("compressed-tensors: FP8_DYNAMIC as W8A16, since FP8 is multiplied from ")
     with make("w4a16") as llm:
         assert llm.facts.summary["weights"].startswith("compressed-tensors: W4A16 (")
+
+
+DOWN, KEYS = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj"
+NOT_HELD = (
+    "1 of the matrices dequantized, since float16, which the kernels have scales in, does not hold theirs"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "told"),
+    [
+        ("w8a8", f"{DOWN}.weight_scale", lambda t: t.view(-1)[:1].fill_(1e-9), f"W8A8; {NOT_HELD} ("),
+        ("w4a16", f"{DOWN}.weight_scale", lambda t: t.view(-1)[:1].fill_(1e-9), f"columns; {NOT_HELD} ("),
+        ("gptq_desc_act", f"{KEYS}.g_idx", lambda t: t.copy_(t.flip(0)), "columns in different orders ("),
+    ],
+    ids=["int8", "int4", "orders"],
+)
+def test_the_log_says_what_the_numbers_make_of_a_mode(
+    name: str, tensor: str, change: Callable[[torch.Tensor], Any], told: str, tmp_path: Path
+) -> None:
+    """On a CPU, whose kernels have scales in float16, and one order of columns for what is one product."""
+    with make(name) as llm:
+        assert "of the matrices" not in llm.facts.summary["weights"]
+    with make(str(changed(name, tmp_path / "model", lambda found: change(found[tensor])))) as llm:
+        assert told in llm.facts.summary["weights"]
+
+
+def test_strictly_kept_is_what_the_numbers_allow(tmp_path: Path) -> None:
+    make("w8a8", quantization_strict=True).close()
+    folder = changed("w8a8", tmp_path / "model", lambda found: found[f"{DOWN}.weight_scale"].fill_(1e-9))
+    with pytest.raises(
+        ConfigError, match="quantization_strict: 1 of the matrices would be dequantized, since"
+    ):
+        make(str(folder), quantization_strict=True)
 
 
 def test_a_checkpoint_s_scales_for_the_kv_cache_are_used_without_being_asked_for() -> None:

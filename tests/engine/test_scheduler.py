@@ -158,6 +158,16 @@ def test_salts_and_other_extra_keys_never_share():
     assert hits == [0, full, 0, 0, full, 0, 0, full, 0, 0, full, 0, full]
 
 
+def test_equal_blocks_behind_different_beginnings_are_not_shared():
+    core = make_core(block_size=8)
+    first, second, tail = prompts(3, 8, 8)
+    for i, prompt in enumerate([first + tail + tail, second + tail, tail, tail + tail, first + tail + [1]]):
+        core.add(request(str(i), prompt, 3))
+        output = run(core)[str(i)]
+        assert output[-1].num_cached_tokens == (0, 0, 0, 8, 16)[i]
+        assert tokens_of(output) == expected(prompt, 3)
+
+
 def test_prompt_logprobs_skip_the_lookup_but_fill_the_cache():
     core = make_core()
     prompt = prompts(1, 40, 40)[0]

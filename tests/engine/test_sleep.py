@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.errors import EngineAsleepError, RequestError, RequestFailedError
+from octavo.errors import EngineAsleepError, RequestAbortedError, RequestError, RequestFailedError
 from tests import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -124,6 +124,41 @@ def test_an_engine_of_embeddings_sleeps() -> None:
         assert llm.embed([tiny.PROMPTS[0]], use_tqdm=False)[0].outputs.embedding == before
 
 
+def test_an_engine_that_waits_for_requests_can_be_woken_up() -> None:
+    """Before it sleeps; it must not do so later, when its last request ends."""
+
+    async def main() -> None:
+        async with await AsyncLLM.create(str(tiny.checkpoint("llama")), **SETTINGS) as llm:
+
+            async def run() -> int:
+                count = 0
+                async for output in llm.generate(tiny.PROMPTS[0], GREEDY.clone(max_tokens=200)):
+                    count = len(output.outputs[0].token_ids)
+                return count
+
+            runs = [asyncio.ensure_future(run())]
+            while not llm.num_unfinished:
+                await asyncio.sleep(0.001)
+            sleep = asyncio.ensure_future(llm.sleep())
+            await asyncio.sleep(0)
+            assert llm.is_sleeping
+            with pytest.raises(RequestError, match="about to"):
+                await llm.sleep()
+            assert (await llm.wake_up()).level == 0 and not llm.is_sleeping
+            runs.append(asyncio.ensure_future(run()))
+            with pytest.raises(RequestError, match="woken up before it slept"):
+                await sleep
+            assert await asyncio.gather(*runs) == [200, 200]
+            assert not llm.is_sleeping
+            with pytest.raises(RequestError, match="is awake"):
+                await llm.wake_up()
+            assert (await llm.sleep()).level == 1 and llm.is_sleeping
+            await llm.wake_up()
+            assert await run() == 200
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_requests_under_way(mode: str) -> None:
     async def main() -> None:
@@ -150,7 +185,9 @@ def test_requests_under_way(mode: str) -> None:
             if mode == "wait":
                 assert [len(end) for end in ends if isinstance(end, list)] == [200] * 3
             else:
-                assert all(isinstance(end, RequestFailedError) for end in ends)
+                assert all(
+                    isinstance(end, RequestAbortedError) and "put to sleep" in str(end) for end in ends
+                )
             with pytest.raises(RequestError, match="sleeps already"):
                 await llm.sleep()
             await llm.wake_up()

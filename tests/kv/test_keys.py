@@ -69,6 +69,20 @@ def test_plain_keys_follow_the_documentation(algorithm, digest):
     assert chain(algorithm, FULL, 2) == [key, digest(second)]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_plain_keys_without_extras_follow_the_documentation(dtype):
+    """Also by the short way that there is for them."""
+    keys: list[bytes] = []
+    hasher = BlockHasher("sha256", ROOT, 4)
+    hasher.extend(keys, TOKENS.astype(dtype), 1, NO_EXTRAS)
+    hasher.extend(keys, TOKENS.astype(dtype), 3, NO_EXTRAS)
+    parent, expected = ROOT, []
+    for i in range(3):
+        parent = hashlib.sha256(parent + struct.pack("<5I", 4, *TOKENS[4 * i : 4 * i + 4].tolist())).digest()
+        expected.append(parent)
+    assert keys == expected
+
+
 def test_every_part_changes_every_key():
     variants = [
         NO_EXTRAS,

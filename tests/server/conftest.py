@@ -17,7 +17,7 @@ import uvicorn
 from octavo.server.access_log import AccessLog
 from octavo.server.app import build_app
 from octavo.server.config import ServerConfig
-from octavo.server.lifecycle import http_protocol
+from octavo.server.lifecycle import uvicorn_config
 from octavo.server.service import Service
 from tests.server.fakes import FakeEngine
 
@@ -54,9 +54,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     config = ServerConfig(**settings)
     log = None if config.access_log is None else AccessLog(config.access_log)
     service = Service(engine, config, access_log=log)
-    server = uvicorn.Server(
-        uvicorn.Config(build_app(service), http=http_protocol(), lifespan="off", log_level="warning")
-    )
+    server = uvicorn.Server(uvicorn_config(build_app(service), config))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
         target=lambda: loop.run_until_complete(server.serve(sockets=[sock])), daemon=True

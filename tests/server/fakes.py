@@ -10,7 +10,13 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.input_processor import check_salt
-from octavo.errors import EngineAsleepError, EngineDeadError, RequestError, RequestFailedError
+from octavo.errors import (
+    EngineAsleepError,
+    EngineDeadError,
+    RequestAbortedError,
+    RequestError,
+    RequestFailedError,
+)
 from octavo.kv.format import KVFormat, KVGroup
 from octavo.kv.map import describe_kv
 from octavo.kv.pool import BlockPool
@@ -264,6 +270,8 @@ class FakeEngine:
                 await self.check_health()
             else:
                 await asyncio.sleep(0)
+            if self.level and self.mode == "abort":
+                raise RequestAbortedError("the engine was put to sleep")
             if FAULT in prompt and start >= 2:
                 raise RequestFailedError("a step failed for a test")
             end = min(start + self.per_step, total)

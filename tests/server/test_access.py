@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from octavo.errors import ConfigError
@@ -32,8 +34,28 @@ def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("key", ["", " ", "a ", "\n"])
 def test_a_key_that_is_none_is_refused(key: str) -> None:
     """An empty one would let in whoever sends no key at all."""
-    with pytest.raises(ConfigError, match="api_key is empty, or begins or ends with white space"):
+    with pytest.raises(ConfigError, match="api_key .* is empty, or begins or ends with white space"):
         ApiKeys(ServerConfig(api_key=["good", key]))
+
+
+@pytest.mark.parametrize("key", ["a\n", " a", " "])
+def test_a_key_of_the_environment_that_no_client_can_send_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A file's line end, say: it used to shut everybody out."""
+    monkeypatch.setenv("OCTAVO_API_KEY", key)
+    with pytest.raises(ConfigError, match="OCTAVO_API_KEY.* begins or ends with white space"):
+        ApiKeys(ServerConfig())
+
+
+def test_keys_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", b"\xff\xe9".decode("utf-8", "surrogateescape"))
+    file = tmp_path / "keys"
+    file.write_bytes("\ufeffschlüssel\nzwei".encode())  # as some editors begin a file
+    keys = ApiKeys(ServerConfig(api_key=["ключ"], api_key_file=str(file)))
+    for known in (b"\xff\xe9", "schlüssel".encode(), b"zwei", "ключ".encode()):
+        assert keys.allow(known)
+    assert not keys.allow("\ufeffschlüssel".encode()) and not keys.allow(b"")
 
 
 def test_open_without_keys() -> None:

@@ -69,9 +69,17 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "request_id": "a b"}, "request_id"),
     ({"prompt": "x" * 100_000}, "prompt"),
     ({"prompt": ["a"] * 2000}, "prompt"),
+    ({"prompt": ["a"] * 64, "n": 128, "max_tokens": 150, "logprobs": 5}, "logprobs"),
+    ({"prompt": [[97] * 198] * 1024, "prompt_logprobs": 20}, "prompt_logprobs"),
+    ({"prompt": ["a"] * 500, "max_tokens": 150, "logprobs": -1}, "logprobs"),
+    ({"prompt": "a", "n": 128, "allowed_token_ids": [97] * 200_000}, "n"),
+    ({"prompt": ["a"] * 64, "n": 128, "stop_token_ids": [97] * 3000}, "n"),
+    ({"prompt": ["a"] * 64, "n": 128, "logit_bias": {str(i): 1 for i in range(1100)}}, "n"),
+    ({"prompt": ["a"] * 64, "n": 128, "structured_outputs": {"regex": "a" * 20_000}}, "n"),
 ]
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": MESSAGES, "n": 128, "logprobs": True, "top_logprobs": 250}, "top_logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),

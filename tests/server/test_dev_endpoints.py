@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
+import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.server.conftest import Running, running
@@ -48,6 +53,29 @@ def test_a_sleeping_server_refuses_with_the_remedy(dev: Running) -> None:
     assert dev.client.get("/ready").status_code == 200
     assert dev.post("/v1/completions", {"prompt": "a"}).status_code == 200
     check_error(dev.post("/wake_up"))
+
+
+def test_requests_that_sleep_ends_are_told_so() -> None:
+    """503, not 500: nothing is wrong with them, nor with the server."""
+    with running(FakeEngine(delay=0.02), enable_dev_endpoints=True) as server:
+        body = {"prompt": "abc", "max_tokens": 150}
+        whole: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", body)))
+        thread.start()
+        with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            while len(server.engine.live) < 2:
+                time.sleep(0.005)
+            assert server.post("/sleep?mode=abort").status_code == 200
+            events = [line.removeprefix("data: ") for line in lines if line]
+        thread.join(10)
+        assert json.loads(events[-2])["error"]["code"] == "request_aborted" and events[-1] == "[DONE]"
+        error = check_error(whole[0], 503)
+        assert error["code"] == "request_aborted" and "put to sleep" in error["message"]
+        text = server.client.get("/metrics").text
+        assert re.search(r'request_success_total{.*finished_reason="abort".*} 2.0', text)
+        assert re.search(r'request_success_total{.*finished_reason="error".*} 0.0', text)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from octavo.server.lifecycle import uvicorn_config
 from tests.server.conftest import Running, running
+from tests.server.fakes import FakeEngine
 from tests.server.test_bad_input import check_error
 
 TEXTS = "/v1/completions"
@@ -35,6 +39,13 @@ def post(body: Any, headers: str = "", version: str = "1.1") -> bytes:
     return head.encode() + data
 
 
+def wait_until(is_so: Callable[[], bool], seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 LAST = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
@@ -51,6 +62,14 @@ def test_an_old_client_gets_no_chunks(server: Running) -> None:
 
 def bytewise(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
+
+
+def test_a_websocket_that_is_offered_is_passed_over(server: Running) -> None:
+    """Whatever library for it is installed."""
+    assert uvicorn_config(None, server.service.config).ws == "none"
+    offer = UPGRADE.replace("h2c", "websocket") + "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x\r\n"
+    answer = talk(server, f"GET /ping HTTP/1.1\r\nHost: x\r\n{offer}\r\n".encode() + LAST)
+    assert answer.count(b'{"status":"ok"}') == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -76,6 +95,113 @@ def test_many_requests_at_once_are_answered_in_order(server: Running) -> None:
     answer = talk(server, b"".join(post(BODY | {"max_tokens": n}) for n in asked) + LAST)
     told = [int(part.partition(b",")[0]) for part in answer.split(b'"completion_tokens":')[1:]]
     assert told == asked and answer.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("ahead", [100, 60_000])
+def test_a_request_behind_a_large_body_is_not_taken_for_a_large_head(server: Running, ahead: int) -> None:
+    """The end of a body and the beginning of the next head come in one read."""
+    large = post(BODY | {"user": "a" * 200_000})
+    second = post(BODY, f"X-Large: {'a' * ahead}\r\n")
+    pieces = [large + second[: ahead // 2], second[ahead // 2 :], LAST]
+    for data in (pieces, [b"".join(pieces)]):
+        answer = talk(server, *data)
+        assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b'"completion_tokens":3') == 2
+
+
+@pytest.mark.parametrize("before", [b"", post(BODY | {"user": "a" * 100_000})])
+def test_a_large_head_is_refused_however_it_comes(server: Running, before: bytes) -> None:
+    """Whole, in one read, it used to be taken."""
+    large = LAST.replace(b"Host: x", b"Host: x\r\n" + b"X: %s\r\n" % (b"a" * 1000) * 90)
+    with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
+        sock.sendall(before + large)
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # of what it did not read
+            while data := sock.recv(65536):
+                answer += data
+    assert b"headers are larger than" in answer or not answer.endswith(b'{"status":"ok"}')
+
+
+def chunked(chunks: list[bytes], trailers: bytes = b"", headers: str = "") -> bytes:
+    head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\n{JSON}{headers}Transfer-Encoding: chunked\r\n\r\n"
+    return (
+        head.encode()
+        + b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in [*chunks, b""])[:-2]
+        + trailers
+        + b"\r\n"
+    )
+
+
+def test_bodies_of_tiny_chunks_and_trailers_are_read(server: Running) -> None:
+    data = json.dumps(BODY | {"user": "a" * 50_000}).encode()
+    whole = chunked(bytewise(data), b"X-Checksum: 1\r\nAuthorization: none\r\n")
+    answer = talk(server, whole + whole + LAST)
+    assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b'"completion_tokens":3') == 2
+
+
+ENDLESS = {
+    "trailers": (b"0\r\n", b"X: aaaaaaaaaaaaaaaaaaaaaaaaa\r\n"),
+    "one trailer": (b"0\r\nX: ", b"aaaaaaaaaaaaaaaaaaaaaaaaaaa"),
+    "extension": (b"1;x=", b"aaaaaaaaaaaaaaaaaaaaaaaaaaa"),
+    "empty lines": (b"0\r\n\r\n", b"\r\n\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_comes_beside_a_body_is_bounded(what: str, key: str | None) -> None:
+    """Trailers without end used to be collected, of clients without a key too."""
+    begin, more = ENDLESS[what]
+    with running(api_key=[key] if key else None) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
+            head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n"
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(head.encode() + begin)
+                while sent < 8 << 20:
+                    sock.sendall(more * 1000)
+                    sent += len(more) * 1000
+            assert sent < 8 << 20
+        assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [b"", b"G", post(BODY) * 3])
+def test_a_client_that_asks_ahead_and_goes_away_is_aborted(stream: bool, more: bytes) -> None:
+    """What waits for its turn is not begun either."""
+    engine = FakeEngine(delay=0.02)
+    with running(engine) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
+            sock.sendall(post(BODY | {"max_tokens": 150, "stream": stream}) + post(BODY))
+            wait_until(lambda: len(engine.live) == 1)
+            sock.sendall(more)
+            time.sleep(0.1)
+        wait_until(lambda: not engine.live, 1.5)
+        assert engine.aborted == 1 and len(engine.seen) == 1
+        assert not server.service.jobs and server.client.get("/health").status_code == 200
+
+
+def test_what_comes_behind_requests_that_wait_is_kept_for_its_turn() -> None:
+    """Slow answers, bodies that are cut anywhere, and more of them than are read ahead."""
+    with running(FakeEngine(delay=0.01)) as server:
+        asked = [9, 2, 5, 1, 3]
+        data = b"".join(post(BODY | {"max_tokens": n, "user": "a" * 50_000}) for n in asked) + LAST
+        with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+            for start in range(0, len(data), 7777):
+                sock.sendall(data[start : start + 7777])
+                time.sleep(0.001)
+            answer = b""
+            while piece := sock.recv(65536):
+                answer += piece
+    told = [int(part.partition(b",")[0]) for part in answer.split(b'"completion_tokens":')[1:]]
+    assert told == asked and answer.endswith(b'{"status":"ok"}')
+
+
+def test_a_head_that_waits_behind_others_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.server.http.HEAD_TIMEOUT", 0.2)
+    with running(FakeEngine(delay=0.02)) as server:
+        whole = post(BODY | {"max_tokens": 20}) + post(BODY) + LAST
+        answer = talk(server, whole[:-20], whole[-20:])
+    assert answer.count(b"HTTP/1.1 200") == 3
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -103,6 +104,35 @@ def test_while_loading_it_is_neither_live_nor_ready_and_sigterm_exits_0() -> Non
         assert child.wait(20) == 0
 
 
+def test_sigterm_ends_a_start_that_cannot_be_interrupted(tmp_path: Path) -> None:
+    """A download, whose threads the interpreter would wait for."""
+    script = tmp_path / "serve.py"
+    script.write_text(
+        "import sys, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "import octavo.async_llm\n"
+        "from octavo.cli.main import main\n"
+        "pool = ThreadPoolExecutor()\n"
+        "octavo.async_llm.InputProcessor = lambda config: pool.submit(time.sleep, 60).result()\n"
+        "sys.exit(main(['serve', 'some/model', '--port', sys.argv[1]]))\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    child = subprocess.Popen([sys.executable, str(script), str(port)])
+    try:
+        until, code = time.monotonic() + 30, 0
+        while code != 503:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+            with contextlib.suppress(httpx.TransportError):
+                code = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(15) == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_sigterm_at_the_moment_at_which_the_model_is_loaded_is_not_lost() -> None:
     command = [sys.executable, "-m", "tests.server.serve_fake", "0", "0", "1", "late"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -147,11 +177,11 @@ def test_as_many_files_as_may_be_are_open() -> None:
 def test_idle_connections_outlive_those_of_clients() -> None:
     """A server that closes first answers the next request with a reset, now and then."""
     from octavo.server.config import ServerConfig
-    from octavo.server.lifecycle import _uvicorn_config
+    from octavo.server.lifecycle import uvicorn_config
 
-    kept = _uvicorn_config(None, ServerConfig()).timeout_keep_alive
+    kept = uvicorn_config(None, ServerConfig()).timeout_keep_alive
     assert kept > 60  # proxies keep them for a minute
-    assert _uvicorn_config(None, ServerConfig(timeout_keep_alive=9)).timeout_keep_alive == 9
+    assert uvicorn_config(None, ServerConfig(timeout_keep_alive=9)).timeout_keep_alive == 9
 
 
 def test_port_in_use_is_told_before_the_model_loads() -> None:

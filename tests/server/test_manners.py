@@ -312,3 +312,28 @@ def test_a_client_that_does_not_read_is_ended_too(monkeypatch: pytest.MonkeyPatc
                 time.sleep(0.01)
             assert not engine.live and not server.service.jobs
             assert engine.generated < 150_000
+
+
+@pytest.mark.parametrize("path", [TEXTS, CHAT])
+def test_many_log_probabilities_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Making them takes seconds where there are millions; other requests are answered meanwhile."""
+    from octavo.server import chat, completions
+
+    meanwhile: list[int] = []
+    chats = path == CHAT
+    module, name = (chat, "chat_logprobs") if chats else (completions, "completion_logprobs")
+    made = getattr(module, name)
+
+    with running() as server:
+
+        def slowly(*args: Any) -> Any:
+            meanwhile.append(httpx.get(f"{server.url}/health", timeout=5, trust_env=False).status_code)
+            return made(*args)
+
+        monkeypatch.setattr(module, name, slowly)
+        asked = {"messages": [{"role": "user", "content": "a"}]} if chats else {"prompt": "a"}
+        logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if chats else {"logprobs": 2}
+        answer = server.post(path, asked | logprobs | {"max_tokens": 3, "n": 2})
+        assert answer.status_code == 200 and meanwhile == [200, 200]
+        assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1]
+        assert all(choice["logprobs"] for choice in answer.json()["choices"])

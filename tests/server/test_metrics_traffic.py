@@ -76,6 +76,8 @@ def test_every_count_is_what_was_sent() -> None:
         "request_params_n_sum": 16 + 4 * 2,
         "request_params_n_count": 20,
         "request_params_max_tokens_sum": sum(whole) + sum(streamed) + sum(double),
+        # Every token of a choice but its first, streamed or not.
+        "inter_token_latency_seconds_count": generated - (16 + 4 * 2),
         # One token leaves no time between tokens.
         "request_time_per_output_token_seconds_count": 20 - 1,
         "prompt_tokens_total": prompt_tokens,

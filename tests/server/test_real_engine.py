@@ -306,14 +306,17 @@ def test_engine_killed() -> None:
         assert server.child.wait(20) == 0
 
 
-def test_sigterm_drains_and_exits_0() -> None:
+@pytest.mark.parametrize("everybody", [False, True])
+def test_sigterm_drains_and_exits_0(everybody: bool) -> None:
+    """Whether the server alone is told, or its engine too, as by systemd unless its unit says otherwise."""
     with octavo("--kv-cache-memory-bytes", "4MiB") as server:
         got: list[list[dict[str, Any]]] = []
         thread = threading.Thread(target=lambda: got.append(server.stream(max_tokens=240, ignore_eos=True)))
         thread.start()
         while not server.metrics()["octavo:num_requests_running"]:
             time.sleep(0.002)
-        server.child.send_signal(signal.SIGTERM)
+        for pid in [*(_children(server.child.pid) if everybody else ()), server.child.pid]:
+            os.kill(pid, signal.SIGTERM)
         thread.join(30)
         assert got[0][-1]["choices"][0]["finish_reason"] == "length"
         assert server.child.wait(20) == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from octavo.kv.residency import BOUNDS
-from octavo.messages import ITERATION_BOUNDS, CoreStats
+from octavo.messages import ITERATION_BOUNDS, TOKEN_BOUNDS, CoreStats
 from octavo.server.metrics.families import Namer
 from octavo.server.metrics.throughput import Throughput
 
@@ -86,6 +86,12 @@ _PIPELINE = (
 
 _HISTOGRAMS = (
     ("iteration_tokens_total", "Tokens computed by a step.", ITERATION_BOUNDS, "iteration_tokens"),
+    (
+        "inter_token_latency_seconds",
+        "Between steps that yielded tokens of the same choice.",
+        TOKEN_BOUNDS,
+        "token_intervals",
+    ),
     (
         "kv_block_lifetime_seconds",
         "Allocation to eviction of sampled blocks.",

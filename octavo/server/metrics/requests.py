@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from octavo.errors import EngineAsleepError, RequestError
+from octavo.errors import EngineAsleepError, RequestAbortedError, RequestError
+from octavo.messages import TOKEN_BOUNDS
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.metrics.families import (
     N_BUCKETS,
     REQUEST_BUCKETS,
-    TOKEN_BUCKETS,
     TTFT_BUCKETS,
     Namer,
     ValueHistogram,
@@ -32,13 +32,8 @@ class RequestHistograms:
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         histogram, lengths = self._histogram, powers(max_model_len)
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self.itl = histogram(
-            "inter_token_latency_seconds",
-            "Between successive outputs of a streaming choice.",
-            TOKEN_BUCKETS,
-        )
         self.tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_BUCKETS
+            "request_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_BOUNDS
         )
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS)
         self.queue = histogram("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS)
@@ -77,21 +72,19 @@ class RequestHistograms:
 class RequestRecord:
     """Follows one request; each event is observed exactly once, whatever way the request ends."""
 
-    __slots__ = ("_closed", "_metrics", "_params", "_arrival", "_begun", "_last", "_tokens", "_unfinished")
+    __slots__ = ("_closed", "_metrics", "_params", "_arrival", "_begun", "_tokens", "_unfinished")
 
     def __init__(self, metrics: RequestHistograms, params: SamplingParams):
         self._metrics = metrics
         self._params = params
         self._arrival = time.perf_counter()
         self._begun = False
-        self._last = [0.0] * params.n  # when each choice told tokens last
         self._tokens = [0] * params.n
         self._unfinished = params.n
         self._closed = False
 
     def observe(self, out: RequestOutput) -> None:
         """Take note of a result (a delta, or the only one)."""
-        now = time.perf_counter()
         for choice in out.outputs:
             if choice.finish_reason is not None:
                 self._unfinished -= 1
@@ -100,13 +93,10 @@ class RequestRecord:
                 continue
             if not self._begun:
                 self._begun = True
-                self._metrics.ttft.observe(self._first_token(out, now))
-            if before := self._last[choice.index]:
-                self._metrics.itl.observe(now - before)
-            self._last[choice.index] = now
+                self._metrics.ttft.observe(self._first_token(out))
             self._tokens[choice.index] += len(choice.token_ids)
         if out.finished:
-            self._finish(out, now)
+            self._finish(out, time.perf_counter())
 
     def observe_embedding(self, out: EmbeddingRequestOutput) -> None:
         """Take note of a text's embedding, which ends it."""
@@ -120,10 +110,10 @@ class RequestRecord:
         metrics.prompt_len.observe(prompt)
         metrics.computed_len.observe(prompt - out.num_cached_tokens)
 
-    def _first_token(self, out: RequestOutput, now: float) -> float:
+    def _first_token(self, out: RequestOutput) -> float:
         """Seconds to the first token; a request that reports once, at its end, tells them in its metrics."""
         told = out.metrics.first_token_time - out.metrics.arrival_time
-        return told if out.finished and told > 0 else now - self._arrival
+        return told if out.finished and told > 0 else time.perf_counter() - self._arrival
 
     def fail(self, error: Exception) -> None:
         """The request ends with an error. One that the engine refused before any token never ran, and
@@ -131,7 +121,8 @@ class RequestRecord:
         if not self._closed:
             self._closed = True
             if self._begun or not isinstance(error, RequestError | EngineAsleepError):
-                self._metrics.finished["error"] += self._unfinished
+                reason = "abort" if isinstance(error, RequestAbortedError) else "error"
+                self._metrics.finished[reason] += self._unfinished
 
     def close(self) -> None:
         """The request is over; choices that have not finished were aborted."""

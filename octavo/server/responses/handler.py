@@ -56,8 +56,8 @@ async def create_response(service: Service, body: ResponseRequest) -> AsgiRespon
         raise _unsupported(
             "include", f"include of {LOGPROBS} beside tools or a reasoning parser", "leave out one of them"
         )
-    if chat.plan.reasoning is not None:
-        # Step by step, so that tokens of reasoning can be counted.
+    if chat.plan.reasoning is not None or chat.body.logprobs:
+        # Step by step, so that tokens of reasoning can be counted, and many log-probabilities hold nobody up.
         chat.params = chat.params.clone(output_kind=RequestOutputKind.DELTA)
     job = _ResponseJob(service, body, chat, messages)
     if body.stream:
