@@ -92,6 +92,19 @@ def test_window_never_reads_blocks_it_left_behind(window: int, monkeypatch: pyte
             assert relative_error(got, want) < TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 130, 400])
+def test_a_single_row_is_split_from_its_tile_on(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut that one row gets on a device, unlike those above, which make splits of few positions."""
+    monkeypatch.undo()
+    fmt = KVFormat("float16", 16, 2, 64)
+    q, cache, meta = ragged_batch([(1, context)], 8, fmt, DEVICE)
+    want = attention_float64(q, cache, meta, 0.125)
+    meta.max_seq_len = 1000
+    got = TritonAttention(8, fmt, 0.125).attend(q, cache, meta)
+    assert meta.plan.decodes[0].splits > 3 and kernels.SINGLE.block_n == 64
+    assert relative_error(got, want) < TOLERANCE["float16"]
+
+
 def test_splits_follow_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is planned for the engine's longest context; a windowed layer splits its window alone."""
     monkeypatch.setattr(kernels, "MIN_CHUNK", 128)
