@@ -48,12 +48,14 @@ from octavo.kernels.triton import (
     rotary_kv,
     rotary_row,
     row_8bit,
+    row_8bit_warps,
     rows_8bit,
     sampling,
     skinny_8bit,
     skinny_linear,
     tiles,
     tiles_row,
+    tiles_row_warps,
     weight_only_choice,
 )
 from octavo.kv.format import KVFormat
@@ -280,6 +282,21 @@ def _cases_8bit() -> list[tuple[str, Callable[[], Any]]]:
                 config=cut,
             )
             found.append((f"row_8bit {kind} {size_in} to {size_out} {act or ''} {cut}", row))
+        if not blocks:
+            for size_out, warps_cut, normed in ((4096, (16, 256, 8), False), (6144, (16, 512, 8), True)):
+                one = torch.empty(1, 4096, dtype=bf16)
+                row = functools.partial(
+                    row_8bit_warps.row_8bit_warps,
+                    one,
+                    torch.empty(size_out, 4096, dtype=dtype),
+                    torch.empty(size_out),
+                    None,
+                    None,
+                    (torch.empty(4096, dtype=bf16), 1e-6) if normed else None,
+                    one if normed else None,
+                    row_8bit_warps.WarpsConfig(*warps_cut),
+                )
+                found.append((f"row_8bit_warps {kind} 4096 to {size_out} {warps_cut}", row))
         for rows, tile in [
             (8, (64, 128, 8, 4, 2, 32, True, 16)),
             (32, (64, 128, 7, 4, 1, 32, True, 32)),
@@ -517,7 +534,9 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
                 found.append((f"tiles_linear {form} {rows} x 4096 to {size_out} {act or ''} {cut}", product))
             one = torch.empty(1, 4096, dtype=bf16)
             for norm_weight in (None, torch.empty(4096, dtype=bf16)):
-                row = weight_only_choice.fitted_row(None, 4096)
+                row = weight_only_choice.default_row_config(
+                    4096, size_out, bool(act), norm_weight is not None, 132
+                )
                 product = functools.partial(
                     tiles_row.tiles_row_linear, one, tiled, None, act, row, norm_weight, 1e-6, one
                 )
@@ -525,6 +544,12 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
                 found.append(
                     (f"tiles_row_linear {form} 4096 to {size_out} {act or ''} {norms} {row}", product)
                 )
+            if act is None:
+                for warps in (tiles_row_warps.WarpsConfig(16, 16), tiles_row_warps.WarpsConfig(32, 8, 3, 64)):
+                    product = functools.partial(
+                        tiles_row_warps.tiles_row_warps_linear, one, tiled, None, warps
+                    )
+                    found.append((f"tiles_row_warps_linear {form} 4096 to {size_out} {warps}", product))
             found.append((f"expand_tiles {form}", functools.partial(tiles.expand_tiles, tiled, 4096, bf16)))
     for kind in (torch.int8, torch.float8_e4m3fn):
         codes = torch.empty(6144, 4096, dtype=kind)

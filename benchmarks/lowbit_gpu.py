@@ -38,6 +38,7 @@ from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Choice, Shape, Table, table_to_json
 from octavo.kernels.triton.lowbit_8bit import form_of, multiply
 from octavo.kernels.triton.row_8bit import RowConfig, row_8bit
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps
 from octavo.kernels.triton.rows_8bit import gated_quantize, quantize_rows, rms_norm_quantize
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.quantization import gpu_linear
@@ -49,6 +50,7 @@ SHAPES = {name: {s: n for s, n in shapes.items() if s.size_out < 100_000} for na
 # The last stands for all that are more.
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 2048)
 ALL_ROWS = 1 << 20
+ONE_ROW = ("few_rows", "warps")  # kernels that quantize the row themselves
 REPORTED = (1, 8, 32, 64, 128, 512, 4096)
 BUFFER = 384 << 20  # bytes of different weights: several times the L2
 
@@ -76,6 +78,9 @@ TILES: dict[int, tuple[tuple[int, int, int, int, bool, int], ...]] = {
         (256, 128, 3, 8, False, 128), (128, 256, 3, 8, False, 128),
     ),
 }  # fmt: skip
+
+
+WARPS = (WarpsConfig(16, 256, 8), WarpsConfig(16, 512, 8), WarpsConfig(32, 256, 16), WarpsConfig(16, 256, 16))
 
 
 class Job(NamedTuple):
@@ -127,6 +132,9 @@ def cuts(kind: Kind8, shape: Shape, rows: int, processors: int = 132) -> Iterato
         yield from (Choice("few_rows", cut) for cut in row_cuts(shape))
         if shape.gated:
             return
+        if kind != "fp8_block":
+            fitted = dict.fromkeys(cut.fitted(shape.size_in) for cut in WARPS)
+            yield from (Choice("warps", cut) for cut in fitted if cut.serves(shape.size_in))
     if library_serves(rows, shape, kind, BF16) and rows >= 16:
         yield Choice("cublas")
     for block_out, block_in, stages, warps, first, tile in TILES[min(256, max(16, power_of_2(rows)))]:
@@ -182,6 +190,11 @@ class Product:
     def run(self, choice: Choice, place: int = 0) -> torch.Tensor:
         """Rows and product."""
         weight, scale = self.matrices[place]
+        if choice.kind == "warps":
+            cut = WarpsConfig(*(choice.config or ()))
+            normed, stream = (self.factor, 1e-5), self.stream
+            behind = (normed, stream) if after_norm(self.shape) else (None, None)
+            return row_8bit_warps(self.x, weight, scale, None, None, *behind, cut)[0]
         if choice.kind == "few_rows":
             fused: dict[str, Any] = {"act": "silu"} if self.shape.gated else {}
             if after_norm(self.shape):
@@ -192,7 +205,7 @@ class Product:
     def wrong(self, choice: Choice) -> float:
         """How far it is from the plain twin."""
         weight, scale = self.matrices[0]
-        x, alone = self.x, choice.kind == "few_rows"
+        x, alone = self.x, choice.kind in ONE_ROW
         self.stream.zero_()  # to which runs have added
         if self.gates is not None and not alone:
             x = ops.silu_and_mul(self.gates)
@@ -232,7 +245,7 @@ def jobs_for(kind: Kind8, chosen: dict[tuple[Shape, int], list[Choice]], capabil
                     continue
                 for key in own:
                     found[key] = Job(capability, kind, min(rows, 256), shape, choice)
-            elif choice.kind == "few_rows":
+            elif choice.kind in ONE_ROW:
                 found[shape, choice] = Job(capability, kind, rows, shape, choice)
     return list(dict.fromkeys(found.values()))
 
@@ -273,7 +286,7 @@ class Bench:
             return
         best = again[0]
         alone = 0.0
-        if best.choice.kind != "few_rows":
+        if best.choice.kind not in ONE_ROW:
             alone = self.seconds(lambda _: product.quantized(), 1)
         kept = best.choice
         if kept.kind != "cublas" and kept.config is not None:

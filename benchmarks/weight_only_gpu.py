@@ -37,7 +37,8 @@ from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
 from octavo.kernels.triton.tiles import TilesConfig, expand_tiles, tiles_linear
-from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
+from octavo.kernels.triton.tiles_row import tiles_row_linear
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig, tiles_row_warps_linear
 
 DTYPE = torch.bfloat16
 SHAPES = {  # how often a step of Llama-8B multiplies with each matrix
@@ -68,12 +69,13 @@ TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((64, 3, 4), (128, 3, 8), (64, 4, 4)),
     128: ((64, 3, 4), (128, 2, 8), (64, 2, 4), (64, 3, 8)),
 }
-# For one row, by a kernel of its own; tiles 0: as many as leave two programs a multiprocessor.
-ROW_CUTS = (
-    RowConfig(16, 8), RowConfig(16, 8, 1, 3, 32), RowConfig(32, 8), RowConfig(16, 16),
-    RowConfig(16, 8, 0, 3, 32), RowConfig(16, 8, 1, 4, 64), RowConfig(16, 8, 1, 5, 64), RowConfig(32, 16),
-    RowConfig(32, 8, 1, 3, 32), RowConfig(16, 4, 1, 4, 32), RowConfig(16, 16, 1, 3, 64),
-    RowConfig(16, 4, 1, 6, 64),
+# For one row, by kernels of its own.
+ROW_TILES = (
+    (64, 4, 2), (64, 6, 2), (32, 6, 1), (16, 6, 1), (32, 6, 2), (32, 4, 1), (128, 3, 4),
+)  # fmt: skip
+ROW_WARPS = (
+    WarpsConfig(16, 16), WarpsConfig(32, 8, 3, 64), WarpsConfig(16, 8, 3, 32), WarpsConfig(32, 16),
+    WarpsConfig(16, 8, 5, 64), WarpsConfig(16, 8, 3, 64),
 )  # fmt: skip
 PREFETCHES = (0, 4, 16)  # blocks, of the first tiles; of the others the second number
 PREFETCH = PREFETCHES[1]
@@ -98,12 +100,18 @@ def cuts(form: str, rows: int, shape: Shape, multiprocessors: int) -> Iterator[t
     matrices = 2 if shape.gated else 1
     base, _, way = form.partition(" ")
     if way:
-        for cut in ROW_CUTS if base == "int4" else ROW_CUTS[:6]:
-            if not cut.tiles:
-                tiles = ceil_div(ceil_div(shape.size_out, cut.outputs), 2 * multiprocessors)
-                cut = cut._replace(tiles=tiles)
-            if cut.serves(shape.size_in):
-                yield tuple(cut)
+        if way == "row" and not shape.gated:
+            yield from (("warps", tuple(cut)) for cut in ROW_WARPS if cut.serves(shape.size_in))
+        for outputs, stages, warps in ROW_TILES if base == "int4" else ROW_TILES[:4]:
+            block_out = max(16, outputs // matrices)
+            for splits in (1, 2, 4, 8):
+                programs = ceil_div(shape.size_out // matrices, block_out) * splits
+                if splits > 1 and (way == "norm" or programs > 6 * multiprocessors):
+                    continue
+                if 2 * programs >= multiprocessors and shape.size_in >= splits * 512:
+                    first = (outputs, stages, warps) in ROW_TILES[:3]
+                    for prefetch in PREFETCHES if first else (PREFETCH,):
+                        yield (block_out, stages, warps, splits, prefetch)
         return
     step = 256 if form in ("int4", "nf4") else 128
     some = [(tile, *sides) for sides in (TILES[tile] if form == "int4" else TILES[tile][:3])]
@@ -177,7 +185,10 @@ def product(job: Job, x: torch.Tensor, matrix: Any, factor: torch.Tensor | None 
     if job.form.endswith(("row", "norm")):
         norm_weight = None if factor is None else factor[: job.shape.size_in]
         stream = None if factor is None else x
-        return tiles_row_linear(x, matrix, None, act, RowConfig(*job.cut), norm_weight, 1e-5, stream)[0]
+        cut = weight_only_choice.row_cut(list(job.cut))
+        if isinstance(cut, WarpsConfig):
+            return tiles_row_warps_linear(x, matrix, None, cut)
+        return tiles_row_linear(x, matrix, None, act, cut, norm_weight, 1e-5, stream)[0]
     if job.form in ("int4", "nf4"):
         return tiles_linear(x, matrix, None, act, TilesConfig(*job.cut))
     return skinny_linear(x, matrix[0], None, act, SkinnyConfig(*job.cut), matrix[1])

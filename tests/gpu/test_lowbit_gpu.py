@@ -20,6 +20,7 @@ from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.lowbit_8bit import form_of, multiply
 from octavo.kernels.triton.row_8bit import row_8bit
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps
 from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, Form, Rows8
 from octavo.kernels.triton.skinny_8bit import skinny_8bit
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
@@ -108,6 +109,21 @@ def test_one_row(kind: str, config: tuple[int, ...] | None) -> None:
         assert far(got, reference.silu_and_mul(case.want().to(dtype))) < 6e-3
         norm, residual = torch.randn(size_in, device=DEVICE).to(dtype), torch.randn_like(case.x)
         got, stream = row_8bit(case.x, *rest, norm=(norm, 1e-5), residual=residual, config=config)
+        normed, total = ops.add_rms_norm(case.x, residual.clone(), norm, 1e-5)
+        assert torch.equal(stream, total)
+        assert far(got, case.want(normed)) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("config", [WarpsConfig(16, 256, 8), WarpsConfig(16, 512, 8)])
+def test_one_row_by_warps(kind: str, config: WarpsConfig) -> None:
+    for size_in, size_out, dtype in ((4096, 6144, BF16), (4096, 202, BF16), (1000, 202, torch.float16)):
+        case = lowbit_cases.make(kind, 1, size_in, size_out, dtype, "cuda", True, size_in == 1000, pad=8)
+        rest = (case.weight, case.scale, case.bias, case.given)
+        cut = config.fitted(size_in)
+        assert far(row_8bit_warps(case.x, *rest, None, None, cut)[0], case.want()) < 4e-3
+        norm, residual = torch.randn(size_in, device=DEVICE).to(dtype), torch.randn_like(case.x)
+        got, stream = row_8bit_warps(case.x, *rest, (norm, 1e-5), residual, cut)
         normed, total = ops.add_rms_norm(case.x, residual.clone(), norm, 1e-5)
         assert torch.equal(stream, total)
         assert far(got, case.want(normed)) < 1e-2
@@ -214,7 +230,7 @@ def test_choices_are_made_without_the_device() -> None:
         for size_in, size_out in SHAPES:
             for rows in ROWS:
                 choice = choice_8bit.choose(rows, size_in, size_out, False, kind, BF16, DEVICE)
-                assert rows == 1 or choice.kind != "few_rows"
+                assert rows == 1 or choice.kind not in ("few_rows", "warps")
                 if kind == "fp8" and rows >= 512:
                     assert choice.kind == "cublas"
 

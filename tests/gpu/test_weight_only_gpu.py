@@ -23,6 +23,7 @@ from octavo.kernels.triton import expand_bytes, tiles, weight_only
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import bytes_cases, tiles_cases
 from tests.kernels.poison import poison
@@ -129,11 +130,31 @@ def test_one_row(form: str) -> None:
     """Alone, and behind a norm."""
     for size_in, size_out, act in ODD:
         case = tiles_cases.make(form, size_in, size_out, "cuda")
-        for config, norm, stream in (
-            (RowConfig(32, 2), False, False), (RowConfig(16, 4), True, True),
-            (RowConfig(16, 1, 1, 3, 8), True, False), (RowConfig(16, 2, 2, 3, 8), True, True),
+        for block_out, warps, norm, stream, splits in (
+            (32, 2, False, False, 2), (16, 1, True, False, 1), (32, 2, True, True, 1),
         ):  # fmt: skip
+            config = RowConfig(block_out, 4, warps, splits, 8)
             tiles_cases.check_row(case, bf16, act, config, norm, stream, TOLERANCE[bf16])
+
+
+@pytest.mark.parametrize("form", tiles_cases.FORMS)
+def test_one_row_by_warps(form: str) -> None:
+    """The cuts that the table has, at their sizes and at odd ones."""
+    for size_in, size_out in ((768, 77), (4096, 6144), (14336, 4096)):
+        case = tiles_cases.make(form, size_in, size_out, "cuda")
+        for config in (WarpsConfig(16, 16), WarpsConfig(32, 8, 3, 64), WarpsConfig(16, 4, 2, 8)):
+            if config.serves(size_in):
+                tiles_cases.check_row_warps(case, bf16, config, size_in == 768, TOLERANCE[bf16])
+    tiles_cases.check_row_warps(case, fp16, WarpsConfig(32, 8, 3, 64), False, TOLERANCE[fp16])
+
+
+def test_one_row_by_the_table() -> None:
+    """As layers call it, where the table has either kernel."""
+    for size_in, size_out in ((4096, 6144), (4096, 4096), (14336, 4096)):
+        case = tiles_cases.make("int4 128", size_in, size_out, "cuda")
+        x = torch.randn(1, size_in, device="cuda").bfloat16()
+        got, want = weight_only.tiles_linear(x, case.tiles), x.double() @ case.weight.double().T
+        assert float((got.double() - want).norm() / want.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("gated", [False, True])

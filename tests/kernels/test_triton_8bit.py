@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import ops, reference, reference_lowbit
-from octavo.kernels.triton import choice_8bit, lowbit, rows_8bit
-from octavo.kernels.triton.linear_choice import Choice
+from octavo.kernels.triton import choice_8bit, lowbit, lowbit_8bit, rows_8bit
+from octavo.kernels.triton.linear_choice import Choice, Shape
 from octavo.kernels.triton.lowbit_8bit import multiply
 from octavo.kernels.triton.row_8bit import RowConfig, fitted, row_8bit
-from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps, warps_config
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps
 from octavo.kernels.triton.rows_8bit import FP8_GROUPS, FP8_ROWS, INT8_ROWS, Form, Rows8
 from octavo.kernels.triton.scale_rows import scale_rows
 from octavo.kernels.triton.skinny_8bit import skinny_8bit
@@ -202,41 +202,81 @@ def test_one_row_whose_inputs_are_split(kind: str, config: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize("config", [(16, 64, 2), (16, 128, 1, 2, 64), (32, 32, 4, 3)])
+@pytest.mark.parametrize("config", [(16, 64, 2), (16, 128, 1), (32, 32, 4)])
 @pytest.mark.parametrize(("size_in", "size_out"), [(128, 32), (200, 38), (333, 12)])
 def test_one_row_by_warps(kind: str, config: tuple[int, ...], size_in: int, size_out: int) -> None:
-    """All weights in registers, and in a loop by rounds; every end and beginning."""
+    """One round and several, one that is not full; every beginning."""
     cut = WarpsConfig(*config)
     for dtype, given in ((torch.float32, False), (HALF, True)):
         case = lowbit_cases.make(kind, 1, size_in, size_out, dtype, DEVICE, True, given, pad=8)
         rest = (case.weight, case.scale, case.bias, case.given)
-        got, stream = row_8bit_warps(case.x, *rest, None, None, None, cut)
+        got, stream = row_8bit_warps(case.x, *rest, None, None, cut)
         assert torch.equal(stream, case.x)
         assert lowbit_cases.error(got, case.want()) < TOLERANCE[dtype]
-        for act, name in ops.GATED.items():
-            got = row_8bit_warps(case.x, *rest, name, None, None, cut)[0]
-            assert lowbit_cases.error(got, act(case.want().to(dtype))) < 2 * TOLERANCE[dtype]
         norm, residual = torch.randn(size_in, device=DEVICE).to(dtype), torch.randn_like(case.x)
         kept = residual.clone()
         normed, total = reference.add_rms_norm(case.x, residual.clone(), norm, 1e-5)
-        got, stream = row_8bit_warps(case.x, *rest, None, (norm, 1e-5), residual, cut)
+        got, stream = row_8bit_warps(case.x, *rest, (norm, 1e-5), residual, cut)
         assert torch.equal(residual, kept) and torch.equal(stream, total)
         # A code that is rounded the other way, since `rsqrt` may differ in its last bit.
         assert lowbit_cases.error(got, case.want(normed)) < TOLERANCE[dtype] + 0.02
 
 
-def test_cuts_of_warps_are_fitted() -> None:
-    assert warps_config((16, 512, 8), 4096) == WarpsConfig(16, 512, 8)
-    assert warps_config((16, 512, 8), 8192) == WarpsConfig(16, 512, 8, 3)
-    assert warps_config((16, 512, 8, 4, 64), 14336) == WarpsConfig(16, 512, 8, 4, 64)
-    assert warps_config((16, 512, 8), 1000) == WarpsConfig(16, 512, 2)
-    assert warps_config(None, 20) == WarpsConfig(16, 32, 1, 3, 4096)
-
-
 def test_one_row_by_warps_refusals() -> None:
     case = lowbit_cases.make("fp8_block", 1, 128, 128, torch.float32, DEVICE)
+    rest: Any = (case.weight, case.scale, None, None, None, None)
     with pytest.raises(ValueError, match="a scale for each row"):
-        row_8bit_warps(case.x, case.weight, case.scale, None, None, None, None, None, WarpsConfig(16, 64, 2))
+        row_8bit_warps(case.x, *rest, WarpsConfig(16, 64, 2))
+    wide = lowbit_cases.make("int8", 1, 1040, 16, torch.float32, DEVICE)
+    with pytest.raises(ValueError, match="1040 inputs"):
+        row_8bit_warps(wide.x, wide.weight, wide.scale, None, None, None, None, WarpsConfig(16, 512, 1))
+
+
+def test_cuts_of_warps_are_fitted_and_serve() -> None:
+    cut = WarpsConfig(16, 512, 8)
+    assert cut.fitted(4096) == cut.fitted(14336) == cut
+    assert cut.fitted(1000) == WarpsConfig(16, 512, 2)
+    assert cut.fitted(20) == WarpsConfig(16, 32, 1)
+    assert cut.serves(4096) and not cut.serves(4097)
+    shape, choice = Shape(4096, 6144, False), Choice("warps", (16, 512, 8))
+
+    def serves(rows: int, shape: Shape, kind: choice_8bit.Kind8) -> bool:
+        return choice_8bit._serves(choice, rows, shape, kind, torch.bfloat16)
+
+    assert serves(1, shape, "fp8") and serves(1, shape._replace(size_in=2048), "int8")
+    assert not serves(2, shape, "fp8") and not serves(1, shape, "fp8_block")
+    assert not serves(1, shape._replace(size_in=8192), "fp8")
+    assert not serves(1, shape._replace(gated=True), "fp8")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_dispatch_takes_the_kernel_of_warps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, with an activation that it does not end with, and behind a norm."""
+    took: list[tuple[int, ...]] = []
+
+    def own(*args: Any) -> Any:
+        took.append(args[-1])
+        return row_8bit_warps(*args)
+
+    def choose(rows: int, size_in: int, size_out: int, gated: bool, *more: Any) -> Choice:
+        return Choice("few_rows") if gated else Choice("warps", (16, 64, 4))
+
+    monkeypatch.setattr(lowbit_8bit, "choose", choose)
+    monkeypatch.setattr(lowbit_8bit, "row_8bit_warps", own)
+    case = lowbit_cases.make(kind, 1, 144, 48, torch.float32, DEVICE)
+    product: Any = getattr(lowbit, f"{kind}_linear")
+    rest = (case.weight, case.scale, case.bias)
+    assert lowbit_cases.error(product(case.x, *rest), case.want()) < 1e-4
+    assert lowbit_cases.error(product(case.x, *rest, act=torch.tanh), torch.tanh(case.want())) < 1e-4
+    assert took == [(16, 64, 4)] * 2
+    got = product(case.x, *rest, act=ops.silu_and_mul)
+    assert lowbit_cases.error(got, reference.silu_and_mul(case.want())) < 2e-4
+    assert len(took) == 2
+    norm, residual = torch.rand(144, device=DEVICE) + 0.5, torch.randn_like(case.x)
+    normed, total = reference.add_rms_norm(case.x, residual.clone(), norm, 1e-5)
+    got, stream = lowbit.rms_norm_w8a8_linear(case.x, residual, norm, 1e-5, *rest)
+    assert torch.equal(stream, total) and lowbit_cases.error(got, case.want(normed)) < 0.02
+    assert len(took) == 3
 
 
 def test_cuts_of_other_sizes_are_fitted() -> None:

@@ -15,6 +15,7 @@ from octavo.kernels.triton import tiles as kernels
 from octavo.kernels.triton import weight_only
 from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig, tiles_row_warps_linear
 from octavo.kernels.triton.workspace import workspace
 from tests.kernels import tiles_cases
 from tests.kernels.poison import poison
@@ -62,16 +63,28 @@ def test_gated(form: str, act: str, splits: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("size_in", "size_out", "act"), [(576, 33, None), (256, 24, "silu"), (1280, 70, "gelu_tanh")]
-)
-@pytest.mark.parametrize("config", [(16, 2), (16, 2, 1, 2, 4), (16, 4, 2, 2, 16), (32, 1, 1, 3, 64)])
-def test_one_row(form: str, size_in: int, size_out: int, act: str | None, config: tuple[int, ...]) -> None:
-    """All inputs in registers, in a loop by rounds, and with several tiles; alone, behind a norm, and with a
-    residual stream."""
+@pytest.mark.parametrize(("size_in", "size_out", "act"), [(576, 33, None), (256, 24, "silu")])
+def test_one_row(form: str, size_in: int, size_out: int, act: str | None) -> None:
+    """Alone, with inputs shared by programs; behind a norm, with and without a residual stream."""
     case = tiles_cases.make(form, size_in, size_out, DEVICE)
-    for norm, stream in ((False, False), (True, False), (True, True)):
-        tiles_cases.check_row(case, HALF, act, RowConfig(*config), norm, stream, TOLERANCE[HALF])
+    for norm, stream, splits in ((False, False, 2), (True, False, 1), (True, True, 1)):
+        tiles_cases.check_row(case, HALF, act, RowConfig(16, 2, 4, splits, 4), norm, stream, TOLERANCE[HALF])
+    assert not workspace(case.weight.device).counters.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("size_in", "size_out"), [(576, 33), (256, 24), (1280, 70)])
+@pytest.mark.parametrize("config", [(16, 4), (16, 2, 2, 4), (16, 8, 3, 16), (32, 1, 3, 64), (32, 16)])
+def test_one_row_by_warps(form: str, size_in: int, size_out: int, config: tuple[int, ...]) -> None:
+    """All codes in registers, and in a loop by rounds; more warps than steps."""
+    case = tiles_cases.make(form, size_in, size_out, DEVICE)
+    cut = WarpsConfig(*config)
+    if cut.serves(size_in):
+        tiles_cases.check_row_warps(case, HALF, cut, size_out == 33, TOLERANCE[HALF])
+        return
+    x = torch.zeros(1, size_in, device=DEVICE, dtype=HALF)
+    with pytest.raises(ValueError, match=f"of {size_in} inputs.*serves one row, of fewer inputs"):
+        tiles_row_warps_linear(x, case.tiles, None, cut)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 130, 600])
@@ -97,9 +110,11 @@ def test_no_rows_and_refusals() -> None:
     with pytest.raises(ValueError, match="'relu'"):
         kernels.tiles_linear(x, case.tiles, None, "relu", config)
     with pytest.raises(ValueError, match="2 rows"):
-        tiles_row_linear(x.expand(2, -1), case.tiles, None, None, RowConfig(16, 2))
-    with pytest.raises(ValueError, match="256 inputs need stages"):
-        tiles_row_linear(x, case.tiles, None, None, RowConfig(16, 1, 2))
+        tiles_row_linear(x.expand(2, -1), case.tiles, None, None, RowConfig(16, 2, 4))
+    with pytest.raises(ValueError, match="2 rows"):
+        tiles_row_warps_linear(x.expand(2, -1), case.tiles, None, WarpsConfig(16, 2))
+    with pytest.raises(ValueError, match="takes all inputs"):
+        tiles_row_linear(x, case.tiles, None, None, RowConfig(16, 2, 4, 2), x[0])
     with pytest.raises(ValueError, match="256 columns in 16 groups: groups must be of multiples of 32"):
         reference_tiles.group_of(256, 16)
 

@@ -19,6 +19,7 @@ from octavo.kernels.triton.linear_choice import Shape
 from octavo.kernels.triton.skinny_linear import SkinnyConfig, skinny_linear
 from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig
 from tests.kernels import bytes_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,23 +106,49 @@ def test_tables_that_ship() -> None:
     folder = Path(weight_only_choice.__file__).parent / "tuned" / "weight_only"
     for path in folder.glob("*.json"):
         for (form, shape), cuts in weight_only_choice.table_from_json(json.loads(path.read_text())).items():
-            for rows, cut in cuts.items():
-                if cut is None:
+            for rows, entry in cuts.items():
+                if entry is None:
                     continue
                 if form.endswith(("row", "norm")):
-                    assert RowConfig(*cut).serves(shape.size_in), (path.name, form, shape)
+                    cut = weight_only_choice.row_cut(entry)
+                    if isinstance(cut, WarpsConfig):
+                        assert cut.outputs in (16, 32, 64) and cut.serves(shape.size_in), (path.name, form)
+                        assert form.endswith("row") and not shape.gated, (path.name, form)
+                        continue
+                    assert form.endswith("row") or cut.splits == 1, (path.name, form)
+                    assert cut.block_out in (16, 32, 64, 128, 256), (path.name, form)
                     continue
                 kind = {"int4": TilesConfig, "nf4": TilesConfig}.get(form, SkinnyConfig)
-                assert kind(*cut).block_out in (16, 32, 64, 128, 256), (path.name, rows)
+                assert kind(*entry).block_out in (16, 32, 64, 128, 256), (path.name, rows)
 
 
-def test_cuts_of_one_row_are_fitted() -> None:
-    """To inputs that are near those which were measured."""
-    fitted = weight_only_choice.fitted_row
-    assert fitted(RowConfig(16, 8, 7, 3, 16), 4096) == RowConfig(16, 8, 7, 3, 16)
-    assert fitted(RowConfig(16, 8, 7, 3, 16), 14336) == RowConfig(16, 8, 1, 4, 16)
-    assert fitted(RowConfig(32, 8), 4096) == RowConfig(32, 8)
-    assert fitted(RowConfig(32, 8), 8192) == RowConfig(16, 8, 1, 4, 16)
-    assert fitted(None, 8192) == RowConfig(16, 8)
-    assert fitted(None, 600) == RowConfig(16, 4)
-    assert fitted(RowConfig(16, 16, 1, 3, 64), 1024) == RowConfig(16, 4, 1, 3, 64)
+def test_one_row_has_one_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table; where its cut does not serve so many inputs, and where there is no table, by a rule."""
+    qkv, down = Shape(4096, 6144, False), Shape(14336, 4096, False)
+    table = {
+        ("int4 row", qkv): {1: ["warps", [16, 16, 0, 0]]},
+        ("int4 row", down): {1: ["warps", [32, 8, 3, 64]]},
+        ("nf4 row", qkv): {1: [64, 4, 2, 4, 16]},
+        ("int4 norm", qkv): {1: None},
+    }
+
+    def measured(form: str, rows: int, shape: Shape, device: torch.device) -> tuple[bool, Any]:
+        return weight_only_choice.look_up(table, form, rows, shape)
+
+    monkeypatch.setattr(weight_only_choice, "_measured", measured)
+    device = torch.device("cpu")
+
+    def chosen(form: str, size_in: int, size_out: int, norm: bool = False) -> RowConfig | WarpsConfig | None:
+        return weight_only_choice.row_config.__wrapped__(form, size_in, size_out, False, norm, device)
+
+    def default(size_in: int, size_out: int, norm: bool = False) -> RowConfig:
+        return weight_only_choice.default_row_config(size_in, size_out, False, norm, 4)
+
+    assert chosen("int4", 4096, 6144) == WarpsConfig(16, 16)
+    assert chosen("int4", 14336, 4096) == chosen("int4", 16384, 4096) == WarpsConfig(32, 8, 3, 64)
+    assert chosen("int4", 2048, 6144) == WarpsConfig(16, 8)
+    assert chosen("int4", 8192, 8192) == default(8192, 8192)
+    assert chosen("int4", 64, 64) == default(64, 64)
+    assert chosen("nf4", 4096, 6144) == RowConfig(64, 4, 2, 4, 16)
+    assert chosen("int4", 4096, 6144, True) is None
+    assert chosen("nf4", 4096, 6144, True) == default(4096, 6144, True)

@@ -13,6 +13,7 @@ from octavo.kernels.reference_tiles import NF4, Tiles, make_tiles
 from octavo.kernels.triton import tiles as kernels
 from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig, tiles_row_warps_linear
 
 FORMS = (
     "int4 128",
@@ -104,5 +105,20 @@ def check_row(
     if act:
         gate, up = want.chunk(2, 1)
         want = up * (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh"))
+    assert got.dtype == dtype and got.shape == want.shape
+    assert float((got.double() - want).abs().max() / want.abs().max()) < tolerance
+
+
+def check_row_warps(
+    case: Case, dtype: torch.dtype, config: WarpsConfig, bias: bool, tolerance: float
+) -> None:
+    """The product of a fresh row by the kernel whose warps share inputs, held to float64's."""
+    size_out, size_in = case.weight.shape
+    x = torch.randn(1, size_in, device=case.weight.device).to(dtype)
+    more = torch.randn(size_out, device=x.device).to(dtype) if bias else None
+    got = tiles_row_warps_linear(x, case.tiles, more, config)
+    want = x.double() @ case.weight.double().T
+    if more is not None:
+        want += more.double()
     assert got.dtype == dtype and got.shape == want.shape
     assert float((got.double() - want).abs().max() / want.abs().max()) < tolerance

@@ -11,6 +11,7 @@ import torch
 from octavo.kernels.reference_lowbit import FP8_BLOCK
 from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Chip, Choice, Shape, load_table, look_up
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 
 Kind8 = Literal["fp8", "fp8_block", "int8"]
@@ -101,4 +102,8 @@ def _serves(choice: Choice, rows: int, shape: Shape, kind: Kind8, dtype: torch.d
         return library_serves(rows, shape, kind, dtype)
     if choice.kind == "skinny":
         return shape.size_in % 16 == 0  # else there are no asynchronous copies
+    if choice.kind == "warps":
+        assert choice.config is not None
+        fits = WarpsConfig(*choice.config).fitted(shape.size_in).serves(shape.size_in)
+        return rows == 1 and not shape.gated and kind != "fp8_block" and fits
     return rows == 1

@@ -11,7 +11,7 @@ from octavo.kernels.triton.choice_8bit import Kind8, choose
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.linear_choice import Choice
 from octavo.kernels.triton.row_8bit import fitted, row_8bit
-from octavo.kernels.triton.row_8bit_warps import row_8bit_warps, warps_config
+from octavo.kernels.triton.row_8bit_warps import WarpsConfig, row_8bit_warps
 from octavo.kernels.triton.rows_8bit import (
     FP8_GROUPS,
     Form,
@@ -95,8 +95,9 @@ def _multiply_row(
     """One row by a kernel of its own; see `row_8bit`."""
     size_in, size_out = x.shape[1], weight.shape[0]
     if choice.kind == "warps":
-        cut = warps_config(choice.config, size_in)
-        return row_8bit_warps(x, weight, scale, bias, input_scale, act, norm, residual, cut)
+        assert choice.config is not None and act is None  # else it does not serve
+        cut = WarpsConfig(*choice.config).fitted(size_in)
+        return row_8bit_warps(x, weight, scale, bias, input_scale, norm, residual, cut)
     config = fitted(choice.config, size_in, size_out, act is None and norm is None)
     return row_8bit(x, weight, scale, bias, input_scale, act, norm, residual, config)
 

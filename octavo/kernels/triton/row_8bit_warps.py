@@ -1,9 +1,11 @@
 """The product of one row with weights of 8 bits, whose inputs a program's warps share.
 
 As in `tiles_row_warps`, a program takes all inputs of few outputs, and its warps add their sums in shared
-memory. The residual addition and RMS norm before the product, the row's quantization, and the gated
-activation after it are part of the kernel: each program makes the row's codes itself. Tensor cores multiply 8
-rows, which all are this one.
+memory. Its weights are in registers before the kernel ahead has ended. The residual addition and RMS norm
+before the product, and the row's quantization, are part of the kernel: each program makes the row's codes
+itself. Tensor cores multiply 8 rows, which all are this one.
+
+`row_8bit` multiplies without tensor cores: better for small matrices, whose time is not the conversion's.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, prefetch_l2, wait_for_previous
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 from octavo.kernels.triton.norm import weighted
-from octavo.kernels.triton.row_8bit import GELU, matrix_rows, output_scales, store_results
+from octavo.kernels.triton.row_8bit import output_scales, store_results
 from octavo.kernels.triton.rows_8bit import codes_of, given_or_scale_of
 
 # Weights of a warp that registers hold, 64 words a thread.
@@ -27,30 +29,24 @@ class WarpsConfig(NamedTuple):
     """How the work is cut.
 
     Attributes:
-        outputs: rows of the matrix that a program multiplies (of a gated one, half of them of each half), a
-            power of 2 from 16 on.
+        outputs: rows of the matrix that a program multiplies, a power of 2 from 16 on.
         inputs: columns that a warp takes at a time.
         warps: of a program.
-        stages: rounds of its warps in flight, and the one at work. 0: all weights go to registers before the
-            kernel ahead has ended.
-        prefetch: bytes of each matrix row that a program sends for by then; with `stages`.
     """
 
     outputs: int
     inputs: int
     warps: int
-    stages: int = 0
-    prefetch: int = 0
 
+    def fitted(self, size_in: int) -> WarpsConfig:
+        """This cut, measured for about so many inputs, without what would have none of these."""
+        width = power_of_2(size_in)
+        inputs = min(self.inputs, max(32, width))
+        return self._replace(inputs=inputs, warps=max(1, min(self.warps, width // inputs)))
 
-def warps_config(config: tuple[int, ...] | None, size_in: int) -> WarpsConfig:
-    """A cut that was measured for about so many inputs, as these can have it; None: a default one."""
-    cut = WarpsConfig(16, 256, 8, 3, 4096) if config is None else WarpsConfig(*config)
-    width = power_of_2(size_in)
-    inputs = min(cut.inputs, max(32, width))
-    warps = max(1, min(cut.warps, width // inputs))
-    resident = cut.outputs * power_of_2(ceil_div(size_in, warps)) <= _RESIDENT_BYTES
-    return cut._replace(inputs=inputs, warps=warps, stages=cut.stages if cut.stages or resident else 3)
+    def serves(self, size_in: int) -> bool:
+        """Whether registers hold the weights."""
+        return self.outputs * power_of_2(ceil_div(size_in, self.warps)) <= _RESIDENT_BYTES
 
 
 @triton.jit
@@ -102,12 +98,11 @@ def _add(acc, w, x):
 
 
 @triton.jit
-def _row_kernel(
+def _row_warps_kernel(
     x_ptr, residual_ptr, norm_ptr, given_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, stream_ptr,
     weight_row, eps,
     IN: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_IN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
-    GIVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_IN: tl.constexpr, GIVEN: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program p: the p-th OUTPUTS rows of the matrix. WIDTH holds all inputs."""
@@ -117,20 +112,13 @@ def _row_kernel(
     ROUNDS: tl.constexpr = (IN + WARPS * BLOCK_IN - 1) // (WARPS * BLOCK_IN)
     tile = tl.program_id(0)
     # Beyond the last row it is read again, and its products not stored.
-    row = tl.minimum(matrix_rows(tile, OUT, OUTPUTS, GELU is not None), OUT - 1)
+    row = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), OUT - 1)
     # No kernel writes weights: they are on their way while the kernel before this one ends.
     weights = ()
-    if STAGES == 0:
-        for round in tl.static_range(ROUNDS):
-            w = _load_weights(weight_ptr, weight_row, row, _columns(round, WARPS, BLOCK_IN), IN, EVEN)
-            weights = weights + (w,)  # type: ignore[assignment]
-    elif PREFETCH and OVERLAP:
-        lane = tl.arange(0, max(OUTPUTS, 32 * WARPS))
-        index = tl.minimum(tile * OUTPUTS + lane, OUT - 1)
-        own = index // 2 + index % 2 * (OUT // 2) if GELU is not None else index
-        at = (weight_ptr + own.to(tl.int64) * weight_row).to(tl.int64)
-        prefetch_l2(at, tl.where(lane < OUTPUTS, PREFETCH, 0))
-    scale = output_scales(scale_ptr, tile, OUT, OUTPUTS, GELU is not None)
+    for round in tl.static_range(ROUNDS):
+        w = _load_weights(weight_ptr, weight_row, row, _columns(round, WARPS, BLOCK_IN), IN, EVEN)
+        weights = weights + (w,)  # type: ignore[assignment]
+    scale = output_scales(scale_ptr, tile, OUT, OUTPUTS, False)
     everywhere = tl.arange(0, WIDTH)
     if NORM:
         norm = _load(norm_ptr, everywhere, IN, WIDTH == IN)
@@ -153,26 +141,18 @@ def _row_kernel(
         row_scale = tl.load(given_ptr).to(tl.float32)
 
     acc = tl.zeros([WARPS, OUTPUTS, 8], tl.float32 if IS_FP8 else tl.int32)
-    if STAGES == 0:
-        for round in tl.static_range(ROUNDS):
-            col = _columns(round, WARPS, BLOCK_IN)
-            part = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
-            codes = codes_of(part.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
-            acc = _add(acc, weights[round], codes)
-    else:
-        for round in tl.range(0, ROUNDS, num_stages=STAGES):
-            col = _columns(round, WARPS, BLOCK_IN)
-            w = _load_weights(weight_ptr, weight_row, row, col, IN, EVEN)
-            part = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
-            codes = codes_of(part.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
-            acc = _add(acc, w, codes)
+    for round in tl.static_range(ROUNDS):
+        col = _columns(round, WARPS, BLOCK_IN)
+        part = _numbers(x_ptr, residual_ptr, norm_ptr, col, factor, IN, EVEN, NORM, HAS_RESIDUAL)
+        codes = codes_of(part.to(tl.float32), row_scale, GIVEN, IS_FP8).to(dtype)
+        acc = _add(acc, weights[round], codes)
     # The 8 lines are the same.
     line = tl.where(tl.arange(0, 8)[None, None, :] == 0, acc, 0)
     result = tl.sum(tl.sum(line, axis=2), axis=0).to(tl.float32) * row_scale * scale
-    store_results(result, bias_ptr, out_ptr, tile, OUT, OUTPUTS, HAS_BIAS, GELU)
+    store_results(result, bias_ptr, out_ptr, tile, OUT, OUTPUTS, HAS_BIAS, None)
 
 
-_row = Launcher(_row_kernel, overlap=True)
+_row = Launcher(_row_warps_kernel, overlap=True)
 
 
 def row_8bit_warps(
@@ -181,36 +161,34 @@ def row_8bit_warps(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     given: torch.Tensor | None,
-    act: str | None,
     norm: tuple[torch.Tensor, float] | None,
     residual: torch.Tensor | None,
     config: WarpsConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`octavo.kernels.triton.row_8bit.row_8bit`, whose matrix has a scale for each row.
+    """`octavo.kernels.triton.row_8bit.row_8bit` without an activation, whose matrix has a scale for each row.
 
     Args:
-        x, weight, scale, bias, given, act, norm, residual: see there; `scale` float32 `[out]`.
+        x, weight, scale, bias, given, norm, residual: see there; `scale` float32 `[out]`.
         config: how the work is cut.
 
     Returns:
         See there.
 
     Raises:
-        ValueError: several rows, an activation of another name, scales of blocks.
+        ValueError: several rows, scales of blocks, a cut that does not serve so many inputs.
     """
-    size_in, size_out = x.shape[1], weight.shape[0]
-    if x.shape[0] != 1 or act not in GELU or scale.dim() != 1:
+    rows, size_in = x.shape
+    size_out = weight.shape[0]
+    if rows != 1 or scale.dim() != 1 or not config.serves(size_in):
         raise ValueError(
-            f"got {x.shape[0]} rows, act={act!r} and scales {list(scale.shape)}: "
-            f"one row, one of {list(GELU)}, and a scale for each row of the matrix"
+            f"got {rows} rows of {size_in} inputs and scales {list(scale.shape)}: {config} serves one row, "
+            "of fewer inputs, and a scale for each row of the matrix"
         )
-    outputs, block_in, warps, stages, prefetch = config
+    outputs, block_in, warps = config
     x = x.contiguous()
-    columns = size_out if act is None else size_out // 2
-    out = torch.empty((1, columns), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, size_out), dtype=x.dtype, device=x.device)
     stream = x if residual is None else torch.empty_like(x)
     norm_weight, eps = (scale, 0.0) if norm is None else norm
-    aligned = weight.stride(0) % 16 == 0 and weight.data_ptr() % 16 == 0
     _row(
         (ceil_div(size_out, outputs), 1, 1),
         # Tensors that a variant has no use for are stood in for by others.
@@ -221,9 +199,8 @@ def row_8bit_warps(
         (weight.stride(0),),
         (eps,),
         (
-            size_in, size_out, power_of_2(size_in), outputs, warps, block_in, stages,
-            min(prefetch, size_in) // 16 * 16 if aligned else 0,
-            given is not None, bias is not None, GELU[act], norm is not None, residual is not None,
+            size_in, size_out, power_of_2(size_in), outputs, warps, block_in,
+            given is not None, bias is not None, norm is not None, residual is not None,
         ),
         warps,
     )  # fmt: skip

@@ -11,7 +11,8 @@ from octavo.kernels.reference_tiles import Tiles
 from octavo.kernels.triton import tiles as tiles_kernels
 from octavo.kernels.triton.expand_bytes import expand_bytes
 from octavo.kernels.triton.skinny_linear import scale_shape, skinny_linear
-from octavo.kernels.triton.tiles_row import tiles_row_linear
+from octavo.kernels.triton.tiles_row import RowConfig, tiles_row_linear
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig, tiles_row_warps_linear
 from octavo.kernels.triton.weight_only_choice import bytes_config, row_config, tiles_config
 
 
@@ -53,6 +54,8 @@ def tiles_linear(
         form = _form(tiles)
         if x.shape[0] == 1:
             row = row_config(form, x.shape[1], tiles.rows, act is not None, False, x.device)
+            if isinstance(row, WarpsConfig):
+                return tiles_row_warps_linear(x, tiles, bias, row)
             assert row is not None
             return tiles_row_linear(x, tiles, bias, name, row)[0]
         config = tiles_config(form, x.shape[0], x.shape[1], tiles.rows, act is not None, x.device)
@@ -79,6 +82,7 @@ def rms_norm_tiles_linear(
     config = row_config(_form(tiles), x.shape[1], tiles.rows, fused, True, x.device)
     if config is None:
         return None
+    assert isinstance(config, RowConfig)
     name = ops.GATED[act] if act is not None and fused else None
     out, stream = tiles_row_linear(x, tiles, bias, name, config, norm_weight, eps, residual)
     return out if act is None or fused else act(out), stream

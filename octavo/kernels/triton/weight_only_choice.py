@@ -9,8 +9,9 @@ writes them):
 
 `out` counts the matrix's rows, both halves where `gated`. A cut of int4 and nf4 is a `TilesConfig`, of int8
 and fp8 a `SkinnyConfig`, of "int4 row" and "int4 norm" (one row, and one behind a norm; so of nf4) a
-`RowConfig`. It holds for as many rows as it says and for fewer, down to the one before it. Null: the matrix
-is expanded, and cuBLAS multiplies; behind a norm: this has a kernel of its own.
+`RowConfig`, or, of a row by itself without an activation, `["warps", …]` with a `WarpsConfig`. It holds for
+as many rows as it says and for fewer, down to the one before it. Null: the matrix is expanded, and cuBLAS
+multiplies; behind a norm: this has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from octavo.kernels.triton.skinny_linear import MAX_ROWS as SKINNY_ROWS
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 from octavo.kernels.triton.tiles import TilesConfig
 from octavo.kernels.triton.tiles_row import RowConfig
+from octavo.kernels.triton.tiles_row_warps import WarpsConfig
 
 Cuts = dict[int, "list[Any] | None"]  # by rows
 Table = dict[tuple[str, Shape], Cuts]  # by form of weights, too
@@ -155,21 +157,40 @@ def tiles_config(
 @functools.cache
 def row_config(
     form: str, size_in: int, size_out: int, gated: bool, norm: bool, device: torch.device
-) -> RowConfig | None:
-    """How `tiles_row_linear` cuts a matrix; None: the norm is not its part."""
-    there, found = _measured(
-        f"{form} {'norm' if norm else 'row'}", 1, Shape(size_in, size_out, gated), device
-    )
-    if there and found is None:
-        return None
-    return fitted_row(None if found is None else RowConfig(*found), size_in)
+) -> RowConfig | WarpsConfig | None:
+    """Which of `tiles_row_linear` and `tiles_row_warps_linear` multiplies one row, and how it cuts a matrix;
+    None: the norm is not its part."""
+    shape = Shape(size_in, size_out, gated)
+    there, found = _measured(f"{form} {'norm' if norm else 'row'}", 1, shape, device)
+    if there:
+        cut = None if found is None else row_cut(found)
+        if not isinstance(cut, WarpsConfig):
+            return cut
+        cut = cut.fitted(size_in)
+        if cut.serves(size_in):
+            return cut
+    return default_row_config(size_in, size_out, gated, norm, _multiprocessors(device))
 
 
-def fitted_row(cut: RowConfig | None, size_in: int) -> RowConfig:
-    """A cut that was measured for about so many inputs, as these can have it; None: a sane one."""
-    cut = cut or RowConfig(16, 8)
-    cut = cut._replace(warps=min(cut.warps, power_of_2(ceil_div(size_in, STEP))))
-    return cut if cut.serves(size_in) else RowConfig(16, cut.warps, 1, 4, 16)
+def row_cut(entry: list[Any]) -> RowConfig | WarpsConfig:
+    """What a table says of one row."""
+    return WarpsConfig(*entry[1]) if entry[0] == "warps" else RowConfig(*entry)
+
+
+def default_row_config(
+    size_in: int, size_out: int, gated: bool, norm: bool, multiprocessors: int
+) -> RowConfig:
+    """A sane cut of a matrix for one row; arguments as of `default_cut`."""
+    if not norm:
+        cut = default_cut(1, ceil_div(size_in, STEP), size_out, gated, multiprocessors)
+        assert cut is not None
+        return RowConfig(cut.block_out, cut.stages, cut.warps, cut.splits, 16)
+    # A program takes all inputs: where there are few outputs, smaller tiles, and more of each in flight.
+    matrices = 2 if gated else 1
+    rows = 64  # of the matrix
+    while rows > 16 * matrices and ceil_div(size_out, rows) < 2 * multiprocessors:
+        rows //= 2
+    return RowConfig(rows // matrices, 6 if rows == 16 else 4, 1 if rows == 16 else 2, 1, 16)
 
 
 @functools.cache
