@@ -133,8 +133,7 @@ def cuts(kind: Kind8, shape: Shape, rows: int, processors: int = 132) -> Iterato
         if shape.gated:
             return
         if kind != "fp8_block":
-            fitted = dict.fromkeys(cut.fitted(shape.size_in) for cut in WARPS)
-            yield from (Choice("warps", cut) for cut in fitted if cut.serves(shape.size_in))
+            yield from (Choice("warps", cut) for cut in WARPS if cut.serves(shape.size_in))
     if library_serves(rows, shape, kind, BF16) and rows >= 16:
         yield Choice("cublas")
     for block_out, block_in, stages, warps, first, tile in TILES[min(256, max(16, power_of_2(rows)))]:

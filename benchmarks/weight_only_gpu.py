@@ -359,6 +359,11 @@ def main() -> None:
                 cut = None  # the norm is better off alone
             if right:
                 table.setdefault((form, shape), {})[rows] = None if cut is None else list(cut)
+                if (
+                    cut is not None and cut[0] == "warps"
+                ):  # of this shape alone: what is near to it has another
+                    other = next(c for _, c in found if c is not None and c[0] != "warps")
+                    table[form, shape][rows + 1] = list(other)
     pool.terminate()
     for (form, rows), seconds in steps.items():
         print(f"{form}, {rows} rows: {seconds * 1e3:.3f} ms for the matrices of 32 layers", flush=True)

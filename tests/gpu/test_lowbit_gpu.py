@@ -120,10 +120,9 @@ def test_one_row_by_warps(kind: str, config: WarpsConfig) -> None:
     for size_in, size_out, dtype in ((4096, 6144, BF16), (4096, 202, BF16), (1000, 202, torch.float16)):
         case = lowbit_cases.make(kind, 1, size_in, size_out, dtype, "cuda", True, size_in == 1000, pad=8)
         rest = (case.weight, case.scale, case.bias, case.given)
-        cut = config.fitted(size_in)
-        assert far(row_8bit_warps(case.x, *rest, None, None, cut)[0], case.want()) < 4e-3
+        assert far(row_8bit_warps(case.x, *rest, None, None, config)[0], case.want()) < 4e-3
         norm, residual = torch.randn(size_in, device=DEVICE).to(dtype), torch.randn_like(case.x)
-        got, stream = row_8bit_warps(case.x, *rest, (norm, 1e-5), residual, cut)
+        got, stream = row_8bit_warps(case.x, *rest, (norm, 1e-5), residual, config)
         normed, total = ops.add_rms_norm(case.x, residual.clone(), norm, 1e-5)
         assert torch.equal(stream, total)
         assert far(got, case.want(normed)) < 1e-2

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import ops, reference, reference_lowbit
-from octavo.kernels.triton import choice_8bit, lowbit, lowbit_8bit, rows_8bit
+from octavo.kernels.triton import choice_8bit, linear_choice, lowbit, lowbit_8bit, rows_8bit
 from octavo.kernels.triton.linear_choice import Choice, Shape
 from octavo.kernels.triton.lowbit_8bit import multiply
 from octavo.kernels.triton.row_8bit import RowConfig, fitted, row_8bit
@@ -232,21 +232,34 @@ def test_one_row_by_warps_refusals() -> None:
         row_8bit_warps(wide.x, wide.weight, wide.scale, None, None, None, None, WarpsConfig(16, 512, 1))
 
 
-def test_cuts_of_warps_are_fitted_and_serve() -> None:
+def test_cuts_of_warps_serve() -> None:
+    """One row of the shape that was measured, without an activation; shapes near to it have the next cut."""
     cut = WarpsConfig(16, 512, 8)
-    assert cut.fitted(4096) == cut.fitted(14336) == cut
-    assert cut.fitted(1000) == WarpsConfig(16, 512, 2)
-    assert cut.fitted(20) == WarpsConfig(16, 32, 1)
     assert cut.serves(4096) and not cut.serves(4097)
     shape, choice = Shape(4096, 6144, False), Choice("warps", (16, 512, 8))
 
     def serves(rows: int, shape: Shape, kind: choice_8bit.Kind8) -> bool:
         return choice_8bit._serves(choice, rows, shape, kind, torch.bfloat16)
 
-    assert serves(1, shape, "fp8") and serves(1, shape._replace(size_in=2048), "int8")
+    assert serves(1, shape, "fp8") and serves(1, shape, "int8")
     assert not serves(2, shape, "fp8") and not serves(1, shape, "fp8_block")
-    assert not serves(1, shape._replace(size_in=8192), "fp8")
     assert not serves(1, shape._replace(gated=True), "fp8")
+    few = Choice("few_rows", (4, 8, 2))
+    table: linear_choice.Table = {shape: {1: choice, 4: few}}
+    assert linear_choice.look_up(table, 1, shape) == choice
+    assert linear_choice.look_up(table, 2, shape) == few
+    assert linear_choice.look_up(table, 1, shape._replace(size_out=3072)) == few
+
+
+def test_tables_that_ship() -> None:
+    """Cuts of warps are some that their kernel takes."""
+    kinds: tuple[choice_8bit.Kind8, ...] = ("fp8", "fp8_block", "int8")
+    for kind in kinds:
+        for shape, choices in linear_choice.load_table("NVIDIA H200", kind).items():
+            for rows, choice in choices.items():
+                if choice.kind == "warps":
+                    assert WarpsConfig(*(choice.config or ())).serves(shape.size_in), (kind, shape)
+                    assert choice_8bit._serves(choice, rows, shape, kind, torch.bfloat16), (kind, shape)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -123,10 +123,10 @@ def test_tables_that_ship() -> None:
 
 
 def test_one_row_has_one_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the table; where its cut does not serve so many inputs, and where there is no table, by a rule."""
+    """By the table, whose cuts of warps are for one shape; where there is no table, by a rule."""
     qkv, down = Shape(4096, 6144, False), Shape(14336, 4096, False)
     table = {
-        ("int4 row", qkv): {1: ["warps", [16, 16, 0, 0]]},
+        ("int4 row", qkv): {1: ["warps", [16, 16, 0, 0]], 2: [32, 6, 1, 4, 16]},
         ("int4 row", down): {1: ["warps", [32, 8, 3, 64]]},
         ("nf4 row", qkv): {1: [64, 4, 2, 4, 16]},
         ("int4 norm", qkv): {1: None},
@@ -145,9 +145,9 @@ def test_one_row_has_one_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None
         return weight_only_choice.default_row_config(size_in, size_out, False, norm, 4)
 
     assert chosen("int4", 4096, 6144) == WarpsConfig(16, 16)
-    assert chosen("int4", 14336, 4096) == chosen("int4", 16384, 4096) == WarpsConfig(32, 8, 3, 64)
-    assert chosen("int4", 2048, 6144) == WarpsConfig(16, 8)
-    assert chosen("int4", 8192, 8192) == default(8192, 8192)
+    assert chosen("int4", 14336, 4096) == WarpsConfig(32, 8, 3, 64)
+    assert chosen("int4", 2048, 6144) == RowConfig(32, 6, 1, 4, 16)
+    assert chosen("int4", 16384, 4096) == default(16384, 4096)
     assert chosen("int4", 64, 64) == default(64, 64)
     assert chosen("nf4", 4096, 6144) == RowConfig(64, 4, 2, 4, 16)
     assert chosen("int4", 4096, 6144, True) is None

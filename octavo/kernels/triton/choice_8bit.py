@@ -11,7 +11,6 @@ import torch
 from octavo.kernels.reference_lowbit import FP8_BLOCK
 from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.linear_choice import Chip, Choice, Shape, load_table, look_up
-from octavo.kernels.triton.row_8bit_warps import WarpsConfig
 from octavo.kernels.triton.skinny_linear import SkinnyConfig
 
 Kind8 = Literal["fp8", "fp8_block", "int8"]
@@ -103,7 +102,5 @@ def _serves(choice: Choice, rows: int, shape: Shape, kind: Kind8, dtype: torch.d
     if choice.kind == "skinny":
         return shape.size_in % 16 == 0  # else there are no asynchronous copies
     if choice.kind == "warps":
-        assert choice.config is not None
-        fits = WarpsConfig(*choice.config).fitted(shape.size_in).serves(shape.size_in)
-        return rows == 1 and not shape.gated and kind != "fp8_block" and fits
+        return rows == 1 and not shape.gated and kind != "fp8_block"
     return rows == 1

@@ -107,7 +107,9 @@ def look_up(table: Table, rows: int, shape: Shape) -> Choice | None:
     if nearest is None or distance(nearest) > _NEAR:
         return None
     choices = table[nearest]
-    bucket = min((n for n in choices if n >= rows), default=None)
+    # How much a program of "warps" holds, and how many programs there are, is its own shape's.
+    serving = (n for n, choice in choices.items() if choice.kind != "warps" or nearest == shape)
+    bucket = min((n for n in serving if n >= rows), default=None)
     return None if bucket is None else _fitted(choices[bucket], shape)
 
 

@@ -96,7 +96,7 @@ def _multiply_row(
     size_in, size_out = x.shape[1], weight.shape[0]
     if choice.kind == "warps":
         assert choice.config is not None and act is None  # else it does not serve
-        cut = WarpsConfig(*choice.config).fitted(size_in)
+        cut = WarpsConfig(*choice.config)
         return row_8bit_warps(x, weight, scale, bias, input_scale, norm, residual, cut)
     config = fitted(choice.config, size_in, size_out, act is None and norm is None)
     return row_8bit(x, weight, scale, bias, input_scale, act, norm, residual, config)

@@ -38,12 +38,6 @@ class WarpsConfig(NamedTuple):
     inputs: int
     warps: int
 
-    def fitted(self, size_in: int) -> WarpsConfig:
-        """This cut, measured for about so many inputs, without what would have none of these."""
-        width = power_of_2(size_in)
-        inputs = min(self.inputs, max(32, width))
-        return self._replace(inputs=inputs, warps=max(1, min(self.warps, width // inputs)))
-
     def serves(self, size_in: int) -> bool:
         """Whether registers hold the weights."""
         return self.outputs * power_of_2(ceil_div(size_in, self.warps)) <= _RESIDENT_BYTES

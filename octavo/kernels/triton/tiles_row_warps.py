@@ -47,10 +47,6 @@ class WarpsConfig(NamedTuple):
         """Steps of a round."""
         return self.warps if self.stages else power_of_2(ceil_div(size_in, STEP))
 
-    def fitted(self, size_in: int) -> WarpsConfig:
-        """This cut, measured for about so many inputs, without warps that would have none of these."""
-        return self._replace(warps=min(self.warps, power_of_2(ceil_div(size_in, STEP))))
-
     def serves(self, size_in: int) -> bool:
         """Whether registers hold what they should."""
         return self.stages > 0 or self.outputs * self.chunks(size_in) <= _RESIDENT_WORDS * self.warps

@@ -9,9 +9,10 @@ writes them):
 
 `out` counts the matrix's rows, both halves where `gated`. A cut of int4 and nf4 is a `TilesConfig`, of int8
 and fp8 a `SkinnyConfig`, of "int4 row" and "int4 norm" (one row, and one behind a norm; so of nf4) a
-`RowConfig`, or, of a row by itself without an activation, `["warps", …]` with a `WarpsConfig`. It holds for
-as many rows as it says and for fewer, down to the one before it. Null: the matrix is expanded, and cuBLAS
-multiplies; behind a norm: this has a kernel of its own.
+`RowConfig`. It holds for as many rows as it says and for fewer, down to the one before it. Null: the matrix
+is expanded, and cuBLAS multiplies; behind a norm: this has a kernel of its own. A row by itself without an
+activation may have `["warps", …]` with a `WarpsConfig`: for this shape alone, as what programs hold, and how
+many they are, depends on it. Shapes near to it have the next cut.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def load_table(chip: str) -> Table:
     return {}
 
 
+def _of_warps(cut: list[Any] | None) -> bool:
+    return cut is not None and cut[0] == "warps"
+
+
 def look_up(table: Table, form: str, rows: int, shape: Shape) -> tuple[bool, list[Any] | None]:
     """Whether there is something for a shape, or else for one near to it, and the cut."""
 
@@ -85,7 +90,8 @@ def look_up(table: Table, form: str, rows: int, shape: Shape) -> tuple[bool, lis
     if nearest is None or distance(nearest) > _NEAR:
         return False, None
     cuts = table[nearest]
-    bucket = min((n for n in cuts if n >= rows), default=None)
+    serving = (n for n, cut in cuts.items() if not _of_warps(cut) or nearest == (form, shape))
+    bucket = min((n for n in serving if n >= rows), default=None)
     return (False, None) if bucket is None else (True, cuts[bucket])
 
 
@@ -163,18 +169,13 @@ def row_config(
     shape = Shape(size_in, size_out, gated)
     there, found = _measured(f"{form} {'norm' if norm else 'row'}", 1, shape, device)
     if there:
-        cut = None if found is None else row_cut(found)
-        if not isinstance(cut, WarpsConfig):
-            return cut
-        cut = cut.fitted(size_in)
-        if cut.serves(size_in):
-            return cut
+        return None if found is None else row_cut(found)
     return default_row_config(size_in, size_out, gated, norm, _multiprocessors(device))
 
 
 def row_cut(entry: list[Any]) -> RowConfig | WarpsConfig:
     """What a table says of one row."""
-    return WarpsConfig(*entry[1]) if entry[0] == "warps" else RowConfig(*entry)
+    return WarpsConfig(*entry[1]) if _of_warps(entry) else RowConfig(*entry)
 
 
 def default_row_config(
