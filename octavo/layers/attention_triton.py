@@ -41,6 +41,7 @@ class _Decode:
     floats: int  # of `partials`, that it uses
     partials: torch.Tensor
     counters: torch.Tensor
+    few: bool  # the device runs all its programs at a time
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,16 @@ class TritonAttention(RecordableAttention):
         if self.sliding_window is not None:
             context = min(context, self.sliding_window + max_rows + self.fmt.block_size)
         requests, heads = last - first, self.fmt.num_kv_heads
-        splits = kernels.choose_splits(requests * heads, context, multiprocessors(device))
+        _, min_chunk, _ = kernels.decode_cut(
+            requests == max_rows == 1, self.fmt.head_dim, self.dtype, self.fmt.quantized,
+            kernels.shared_memory(device),
+        )  # fmt: skip
+        splits = kernels.choose_splits(requests * heads, context, multiprocessors(device), 2, min_chunk)
+        few = requests * heads * splits <= 2 * multiprocessors(device)
         sizes = kernels.decode_workspace_sizes(
             requests, heads, self.group, self.fmt.head_dim, max_rows, splits
         )
-        return _Decode(first, last, max_rows, splits, sizes[0], *workspace(device).reserve(*sizes))
+        return _Decode(first, last, max_rows, splits, sizes[0], *workspace(device).reserve(*sizes), few)
 
     def _shared(self, meta: AttentionMetadata, decodes: list[_Decode]) -> kernels.SharedPass | None:
         """The pass over what all requests share, if the decode kernel does the rest for each of them."""
@@ -296,7 +302,7 @@ class TritonAttention(RecordableAttention):
                 q, cache, out, meta.query_start, meta.seq_lens, meta.block_table,
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
                 self.scale, self.sliding_window, self.softcap, shared=plan.shared, codes=self.codes,
-                early=bool(plan.angles), unrotated=unrotated,
+                early=bool(plan.angles) and part.few, unrotated=unrotated,
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]

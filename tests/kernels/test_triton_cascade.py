@@ -83,7 +83,8 @@ def test_layer(dtype: str, heads: int, kv_heads: int, dim: int, block: int, soft
 @pytest.mark.parametrize(("splits", "shared_splits"), [(1, 1), (1, 5), (3, 2)])
 def test_splits(splits: int, shared_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of either; contexts that use all, some and one; twice, since the counters must be zero."""
-    monkeypatch.setattr(kernels, "choose_splits", lambda *args: shared_splits if len(args) > 3 else splits)
+    monkeypatch.setattr(kernels, "choose_splits", lambda *args: splits)
+    monkeypatch.setattr(cascade, "shared_splits", lambda *args: shared_splits)
     heads, fmt = 6, KVFormat("float32", 8, 2, 16)
     q, cache, meta = ragged_batch([(1, 57), (1, 110), (1, 73)], heads, fmt, DEVICE)
     share_beginning(cache, meta, 7)

@@ -17,7 +17,7 @@ earlier blocks may belong to another request by now, and neither they nor their 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,9 +133,10 @@ def _paged_decode_kernel(
     end = tl.where(rows > 0, tl.minimum(begin + chunk, context), 0)
     table = table_ptr + request.to(tl.int64) * table_row
     head_ptr = cache_words(cache_ptr, KIND) + kv_head * head_words(BLOCK_SIZE, HEAD_DIM, KIND)
-    pos = begin + tl.arange(0, BLOCK_N)
-    blocks = tl.load(table + pos // BLOCK_SIZE, mask=pos < end, other=0, cache_modifier=".cg")
+    blocks = None
     if EARLY:
+        pos = begin + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table + pos // BLOCK_SIZE, mask=pos < end, other=0, cache_modifier=".cg")
         if SENT > 0 and OVERLAP:
             send_for_blocks(
                 table, head_ptr, cache_block, begin, tl.minimum(end, begin + SENT), HEAD_DIM, BLOCK_SIZE,
@@ -355,6 +356,22 @@ def quantized_decode_config(head_dim: int, dtype: torch.dtype, shared_memory: in
     return decode_config(head_dim, dtype, shared_memory)
 
 
+def decode_cut(
+    single: bool, head_dim: int, dtype: torch.dtype, quantized: bool, shared_memory: int
+) -> tuple[TileConfig, int, int]:
+    """The decode kernel's tile, positions of its shortest split, and how many of these are not split.
+
+    Args:
+        single: one request of one row.
+        dtype: of the products.
+    """
+    cfg = (quantized_decode_config if quantized else decode_config)(head_dim, dtype, shared_memory)
+    usual = not quantized and dtype.itemsize == 2 and head_dim <= 128
+    if single and usual and cfg.block_n > SINGLE.block_n:
+        return SINGLE, SINGLE.block_n, 1
+    return cfg, MIN_CHUNK, WHOLE
+
+
 def prefill_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
     """Tile of the prefill kernel, for a device with `shared_memory` bytes in each multiprocessor."""
     if dtype == torch.float32:
@@ -530,7 +547,8 @@ def paged_decode(
             `shared` were written, a kernel was launched that is none of a `Launcher` with `overlap`. It began
             when they were complete, and whatever is launched after it begins later: they are read while the
             kernel before still runs, and the keys and values that they name are sent for. Other arguments,
-            which that kernel may write, are not touched earlier than without it.
+            which that kernel may write, are not touched earlier than without it. It takes registers: where
+            there are more programs than the device runs at a time, those that run hide each other's waits.
         unrotated: the one row of the one request has not been through `rotary_kv.rotary_and_write_kv`, whose
             work is done here, except that `q` stays as it is; without `shared`. None: all rows have.
     """
@@ -540,11 +558,11 @@ def paged_decode(
     single = max_rows == 1 and num_requests - first_request == 1
     cfg, min_chunk, whole = config, MIN_CHUNK, WHOLE
     if cfg is None:
-        choose = decode_config if codes is None else quantized_decode_config
-        cfg = choose(head_dim, dtype, shared_memory(q.device))
-        usual = codes is None and dtype.itemsize == 2 and head_dim <= 128
-        if single and usual and cfg.block_n > SINGLE.block_n:
-            cfg, min_chunk, whole = SINGLE, SINGLE.block_n, 1
+        cfg, min_chunk, whole = decode_cut(
+            single, head_dim, dtype, codes is not None, shared_memory(q.device)
+        )
+        if early and cfg.stages > 2:  # table entries are one step ahead already
+            cfg = replace(cfg, stages=cfg.stages - 1)
     constants = _decode_constants(
         heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, min_chunk,
