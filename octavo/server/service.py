@@ -323,6 +323,7 @@ class Service:
         cache_salt: str | None,
         names: Mapping[str, str],
     ) -> AsyncGenerator[ResultBatch, None]:
+        await self.engine.check_health()  # what is refused counts nowhere
         request_id = self.take_name(request_id, exact)
         watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
         if self.tracer is not None:

@@ -178,6 +178,8 @@ def test_a_dead_engine_is_told_and_its_requests_failed() -> None:
             assert scrape(server)["octavo:engine_up"] == 1
             server.call(server.engine.kill)
             assert "engine_dead" in "".join(lines)
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/embeddings", {"input": "a"})):
+            assert server.post(path, body).status_code == 503  # refused, which counts nowhere
         found = scrape(server)
     assert found["octavo:engine_up"] == 0
     assert [found[name] for name in CORE_GAUGES] == [0, 0, 0]
