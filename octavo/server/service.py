@@ -252,8 +252,10 @@ class Service:
             await asyncio.wait(left, timeout=5.0)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and send what spans are left; blocks until that is through or given up."""
         self.text.close()
+        if self.tracer is not None:
+            self.tracer.close()
         if self.access_log is not None:
             self.access_log.close()
 
