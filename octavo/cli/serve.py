@@ -52,4 +52,4 @@ def run(args: argparse.Namespace) -> int:
     code = serve(create_engine, config)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no wait for libraries' threads: of a download, say, that a signal has stopped
+    os._exit(code)  # all is closed; no wait for threads of libraries, of a stopped download, say

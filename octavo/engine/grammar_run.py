@@ -46,7 +46,7 @@ class GrammarRun:
         """Go on by a token that was sampled; whether the grammar allows it (`error` says why not)."""
         self._join()
         self.pending = max(0, self.pending - 1)
-        if self.error is None and self._state.accept([token]) != 1:
+        if self.error is None and self._accept([token]) != 1 and self.error is None:
             self.error = (
                 f"no token that structured_outputs allows was left by the other settings (token {token} was "
                 "drawn): loosen allowed_token_ids, bad_words, logit_bias or min_tokens"
@@ -63,9 +63,19 @@ class GrammarRun:
         self._join()
         if self.error is not None:
             return 0
-        count = self._state.accept(tokens)
+        count = self._accept(tokens)
+        if self.error is not None:
+            return 0
         self._state.rollback(count)
         return count
+
+    def _accept(self, tokens: list[int]) -> int:
+        """How many of them are allowed, which the state has taken in; `error` says where it cannot tell."""
+        try:
+            return self._state.accept(tokens)
+        except RequestError as error:
+            self.error = str(error)
+            return 0
 
     @property
     def is_terminated(self) -> bool:

@@ -104,6 +104,7 @@ async def embed_all(
     service.unfinished += len(prompts)
 
     async def embed(prompt: str | list[int], own: str) -> EmbeddingRequestOutput:
+        await service.engine.check_health()  # what is refused counts nowhere
         own = service.take_name(own, exact=body.request_id is not None)
         record = service.metrics.start_embedding()
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"

@@ -4,6 +4,8 @@ offer an upgrade, hang-ups of clients that ask ahead, and answers that HTTP/1.0 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from typing import Any
 
 import httptools
@@ -24,7 +26,29 @@ _PIECE = 16 * 1024
 """Bytes that are parsed at a time: a piece with the end of a body and the beginning of a head counts for
 neither, so that `MAX_HEAD` is never cut short, and exceeded by a piece at most."""
 
+TELL_EVERY = 10.0
+"""Seconds between lines of the log about what is no HTTP: whoever can connect could fill a disk with them."""
+
 _FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class _Refusals:
+    """Counts requests that are not HTTP, and tells of them now and then."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._next = 0.0
+
+    def add(self, logger: logging.Logger) -> None:
+        """One more."""
+        self._count += 1
+        now = time.monotonic()
+        if now >= self._next:
+            logger.warning("%d requests were refused that are not HTTP/1.1", self._count)
+            self._count, self._next = 0, now + TELL_EVERY
+
+
+_refusals = _Refusals()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -96,7 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 data = data[upgrade.args[0] :]
                 self._pass_over_upgrade()
             except httptools.HttpParserError:
-                self.logger.warning("a request was refused that is not HTTP/1.1")
+                _refusals.add(self.logger)
                 self.send_400_response("this is not a valid HTTP/1.1 request")
                 return
         if self._head is not None and not self._begun:

@@ -252,8 +252,10 @@ class Service:
             await asyncio.wait(left, timeout=5.0)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and send what spans are left; blocks until that is through or given up."""
         self.text.close()
+        if self.tracer is not None:
+            self.tracer.close()
         if self.access_log is not None:
             self.access_log.close()
 
@@ -323,6 +325,7 @@ class Service:
         cache_salt: str | None,
         names: Mapping[str, str],
     ) -> AsyncGenerator[ResultBatch, None]:
+        await self.engine.check_health()  # what is refused counts nowhere
         request_id = self.take_name(request_id, exact)
         watchers: list[RequestRecord | RequestTrace] = [self.metrics.start(params)]
         if self.tracer is not None:

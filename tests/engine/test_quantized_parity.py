@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kv.capacity import request_blocks
 from octavo.kv.groups import page_bytes
 from octavo.quantization.capability import Hardware
+from tests import tiny
 from tests.quantization.checkpoints import AMPERE, FOLDER, HOPPER, changed, load, logits, pretend
 
 PROMPTS = [[(i * i * 7 + seed * 31) % 120 + 5 for i in range(n)] for seed, n in enumerate((40, 19, 33, 5))]
@@ -132,6 +133,17 @@ def test_the_log_says_what_the_numbers_make_of_a_mode(
         assert "of the matrices" not in llm.facts.summary["weights"]
     with make(str(changed(name, tmp_path / "model", lambda found: change(found[tensor])))) as llm:
         assert told in llm.facts.summary["weights"]
+
+
+@pytest.mark.parametrize(("qtype", "plain"), [("Q8_0", False), ("F32", True)])
+def test_the_log_says_how_much_of_a_gguf_file_is_no_encoding_that_is_kept(
+    qtype: str, plain: bool, tmp_path: Path
+) -> None:
+    file = tiny.gguf_file("llama", tmp_path / "tiny.gguf", qtype)
+    with LLM(str(file), device="cpu", max_model_len=64, kv_cache_memory_bytes=1 << 20) as llm:
+        kept = llm.facts.summary["weights"]
+    assert kept.startswith("as the GGUF file encodes them")
+    assert (" of the matrices in float32" in kept) == plain
 
 
 def test_strictly_kept_is_what_the_numbers_allow(tmp_path: Path) -> None:

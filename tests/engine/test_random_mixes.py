@@ -28,6 +28,7 @@ class _Failed:
 
     def wait(self):
         self.executor.unseen -= 1
+        self.executor.host.step_failed = True
         raise RuntimeError("pretend failure, seen late")
 
 

@@ -57,3 +57,24 @@ def test_50_clients_leave_20_times_and_most_of_the_pool_is_there_for_the_next():
         choice = server.text(max_tokens=245, ignore_eos=True, return_token_ids=True)
         assert choice["usage"]["total_tokens"] - 1 > 0.9 * POOL_TOKENS
         assert choice["token_ids"][:48] == tiny.greedy("llama", 0)[:48]
+
+
+def test_texts_that_were_to_be_embedded_are_dropped_with_their_clients():
+    texts = [[5 + i] * 200 for i in range(200)]
+
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            tasks = [
+                asyncio.create_task(client.post("/v1/embeddings", json={"input": texts})) for _ in "1234"
+            ]
+            await asyncio.sleep(0.3)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    settings = ["--runner", "pooling", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
+    with octavo("--kv-cache-memory-bytes", "4MiB", *settings) as server:
+        asyncio.run(ask(str(server.client.base_url)))
+        found = settled(server)
+        assert found["octavo:prompt_tokens_total"] < 4 * 200 * 200 / 2
+        assert server.post("/v1/embeddings", input=texts[:1]).json()["usage"]["prompt_tokens"] == 200

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from octavo.server import http
 from octavo.server.lifecycle import uvicorn_config
 from tests.server.conftest import Running, running
 from tests.server.fakes import FakeEngine
@@ -214,6 +215,19 @@ def test_a_head_that_waits_behind_others_is_not_late(monkeypatch: pytest.MonkeyP
 def test_what_is_no_http_is_refused(server: Running, data: bytes) -> None:
     assert talk(server, data).startswith(b"HTTP/1.1 400 ")
     assert server.client.get("/health").status_code == 200
+
+
+def test_what_is_no_http_does_not_fill_the_log(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "_refusals", http._Refusals())
+    for _ in range(30):
+        assert talk(server, b"\x16\x03\x01\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    told = [record.getMessage() for record in caplog.records if "not HTTP" in record.getMessage()]
+    assert told == ["1 requests were refused that are not HTTP/1.1"]
+    monkeypatch.setattr(http._refusals, "_next", 0.0)  # some time later
+    talk(server, b"\x16\x03\x01\r\n\r\n")
+    assert caplog.records[-1].getMessage() == "30 requests were refused that are not HTTP/1.1"
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET /ping HTT", LAST.replace(b"close", b"keep-alive") + b"GET"])

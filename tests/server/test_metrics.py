@@ -178,12 +178,24 @@ def test_a_dead_engine_is_told_and_its_requests_failed() -> None:
             assert scrape(server)["octavo:engine_up"] == 1
             server.call(server.engine.kill)
             assert "engine_dead" in "".join(lines)
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/embeddings", {"input": "a"})):
+            assert server.post(path, body).status_code == 503  # refused, which counts nowhere
         found = scrape(server)
     assert found["octavo:engine_up"] == 0
     assert [found[name] for name in CORE_GAUGES] == [0, 0, 0]
     assert found["octavo:request_success_total/error"] == 1
     assert found["octavo:request_success_total/abort"] == 0
     assert found["octavo:time_to_first_token_seconds_count"] == 1
+
+
+def test_nothing_runs_in_an_engine_that_has_ended_whatever_it_told_last() -> None:
+    last = CoreStats(num_running=3, num_waiting=2, kv_cache_usage=0.5, host_blocks_used=4, num_preemptions=7)
+    metrics = Metrics(lambda: last, "m", 128)
+    gauges = (*CORE_GAUGES, "octavo:host_kv_blocks_used", "octavo:engine_up")
+    up, down = (samples(metrics.render(alive).decode()) for alive in (True, False))
+    assert [up[name] for name in gauges] == [3, 2, 0.5, 4, 1]
+    assert [down[name] for name in gauges] == [0] * 5
+    assert up["octavo:num_preemptions_total"] == down["octavo:num_preemptions_total"] == 7
 
 
 def test_speculation_is_told_once_there_is_some() -> None:

@@ -181,6 +181,31 @@ def test_responses_say_what_chats_say(server: Octavo) -> None:
     assert len(deltas) > 3
 
 
+def test_cached_tokens_are_told_alike_by_every_api(server: Octavo) -> None:
+    """0 included, whole and at a stream's end."""
+    asked = "an answer that nobody else here asks for, and long enough for two blocks"
+    chat = {"messages": [{"role": "user", "content": asked}], "max_tokens": 2}
+    response = {"input": asked, "max_output_tokens": 2}
+
+    def of_chat() -> int:
+        return int(server.post(CHAT, **chat).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def of_response() -> int:
+        return int(
+            server.post("/v1/responses", **response).json()["usage"]["input_tokens_details"]["cached_tokens"]
+        )
+
+    assert of_chat() == 0
+    cached = of_chat()
+    assert cached >= 32 and of_response() == cached
+    usage = server.stream(CHAT, **chat, stream_options={"include_usage": True})[-1]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+    *_, last = client_of(server).responses.create(model="tiny", **response, stream=True)
+    assert last.response.usage.input_tokens_details.cached_tokens == cached
+    response["input"] = f"Not {asked}"
+    assert of_response() < cached
+
+
 def test_responses_are_parsed_by_the_official_client(server: Octavo) -> None:
     class Answer(pydantic.BaseModel):
         colour: Literal["red", "green"]

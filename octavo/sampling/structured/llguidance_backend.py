@@ -19,6 +19,7 @@ from octavo.structured_outputs import StructuredOutputsParams
 
 _FIELD = "structured_outputs"
 _MAX_MESSAGE = 300
+_TOO_HARD = "the form is too hard to follow"
 
 # An expression like (a{1000}){1000} otherwise takes seconds for one mask, and hundreds of megabytes.
 _LIMITS: dict[str, Any] = dict(
@@ -145,7 +146,7 @@ class _LLState(GrammarState):
             message = _short(self._matcher.get_error())
             if "NoExtension" in message:
                 raise RequestError("no text has this form", _FIELD)
-            raise RequestError(f"the form is too hard to follow: {message}", _FIELD)
+            raise RequestError(f"{_TOO_HARD}: {message}", _FIELD)
         if whole is not row:
             row[:] = whole[: len(row)]
         if self._runs is not None and self._run_tokens is not None:
@@ -154,6 +155,8 @@ class _LLState(GrammarState):
     def accept(self, tokens: Sequence[int]) -> int:
         """See `GrammarState`."""
         count = self._matcher.try_consume_tokens(list(tokens))
+        if count < len(tokens) and self._matcher.is_error():  # not of the token, which would be no error
+            raise RequestError(f"{_TOO_HARD}: {_short(self._matcher.get_error())}", _FIELD)
         if self._runs is not None:
             for token in tokens[:count]:
                 self._runs.accept(self._tokens[token])

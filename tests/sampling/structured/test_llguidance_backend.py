@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from octavo.engine.grammar_run import GrammarRun
 from octavo.errors import RequestError
 from octavo.sampling.structured.backend import Grammar, GrammarState, Vocabulary
 from octavo.sampling.structured.json_runs import MAX_RUN
@@ -275,3 +276,47 @@ def test_large_forms_are_quick(backend, form):
     grammar = backend.compile(StructuredOutputsParams(**form))
     assert grammar.first_mask.any()
     assert time.perf_counter() - begin < 10
+
+
+HARD = {
+    "many optional properties": dict(
+        json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+    ),
+    "doubling": dict(
+        grammar="\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60)) + '\nr60: "a"\nstart: r0'
+    ),
+    "many rules": dict(
+        grammar="start: "
+        + " | ".join(f"r{i}" for i in range(5000))
+        + "\n"
+        + "\n".join(f'r{i}: "x{i}"' for i in range(5000))
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HARD)
+def test_a_form_that_grows_too_hard_is_said_to_be_so(backend, vocabulary, what):
+    """The library finds out as it takes a token in; the token, which its mask allows, is not to blame."""
+    run = GrammarRun(backend.compile(StructuredOutputsParams(**HARD[what])), pool=None)
+    draw, size = random.Random(0), len(vocabulary.tokens)
+    for _ in range(40):
+        bits = np.unpackbits(np.ascontiguousarray(run.masks[0]).view(np.uint8), bitorder="little")
+        token = draw.choice(np.flatnonzero(bits[:size]).tolist())
+        if not run.accept(token):
+            assert run.error is not None and run.error.startswith("the form is too hard to follow")
+            assert run.allowed([token]) == 0
+            return
+        if run.is_terminated:
+            return
+        run.wait()
+        if run.error is not None:
+            assert run.error.startswith("the form is too hard to follow")
+            return
+
+
+def test_a_token_that_other_settings_forced_is_to_blame(backend, vocabulary):
+    run = GrammarRun(backend.compile(StructuredOutputsParams(regex="[0-9]{3}")), pool=None)
+    wrong = next(i for i, text in enumerate(vocabulary.tokens) if text == b"a")
+    assert run.allowed([wrong]) == 0 and run.error is None
+    assert not run.accept(wrong)
+    assert run.error is not None and "loosen allowed_token_ids" in run.error
