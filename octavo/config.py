@@ -68,7 +68,7 @@ class EngineConfig:
     model: str | None = setting(
         None,
         "Folder in Hugging Face's layout, GGUF file (of a split model any part), or hub id (`org/name`; for "
-        "GGUF files `org/name:Q4_K_M` or `org/name/file.gguf`). Without one, the embedded default model that "
+        "GGUF files `org/name:Q4_K_M` or `org/name/file.gguf`). Without one, the default model that "
         "`octavo pull` brings.",
         positional=True,
     )

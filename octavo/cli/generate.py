@@ -101,7 +101,11 @@ def read_prompt(given: str | None) -> str:
                 f"standard input is not UTF-8 (byte {error.start}): convert it before it is piped in"
             ) from None
     if not prompt:
-        raise RequestError("the prompt is empty: give at least one character")
+        piped = given is None or given == "-"
+        raise RequestError(
+            "the prompt is empty: "
+            + ("standard input holds nothing; give a text" if piped else "give at least one character")
+        )
     return prompt
 
 

@@ -29,6 +29,27 @@ from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.version import __version__
 
 COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "eval", "quantize", "plan", "pull", "env")
+LLAMA_CPP = {
+    "-m": "--model",
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-n": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "-t": "--num-threads",
+    "--threads": "--num-threads",
+    "-s": "--seed",
+    "--temp": "--temperature",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
+    "-md": "--speculative-model",
+    "--model-draft": "--speculative-model",
+    "-sys": "--system",
+    "--system-prompt": "--system",
+}
+"""What llama.cpp calls some options, to tell those who give its names."""
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
 
@@ -55,11 +76,24 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         known, unknown = super().parse_known_args(normalized(words, self._option_string_actions), namespace)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, 1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return known, unknown
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # argparse abbreviates options of one dash all the same: -t would be -tp.
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [option for option in found if option_string.startswith(option[1])]
+
+    def _hint(self, unknown: str) -> str:
+        """What was perhaps meant by an argument that is none."""
+        if not unknown.startswith("-"):
+            takes_text = any(action.dest == "prompt" for action in self._actions)
+            return ": write a prompt of several words in quotes" if takes_text else ""
+        flag, options = unknown.partition("=")[0], self._option_string_actions
+        near = [LLAMA_CPP[flag]] if LLAMA_CPP.get(flag) in options else []
+        if not near and flag.startswith("--"):
+            near = difflib.get_close_matches(flag, options, 1)
+        return f": did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see `{self.prog} --help`)\n")

@@ -1,10 +1,10 @@
-"""`octavo pull`: bring the embedded default model."""
+"""`octavo pull`: fetch the default model."""
 
 from __future__ import annotations
 
 import argparse
 
-SUMMARY = "bring the embedded default model, which commands use when no model is named"
+SUMMARY = "fetch the default model, which commands use when no model is named"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

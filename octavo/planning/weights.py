@@ -74,7 +74,8 @@ class WeightBytes:
 
     def add(self, name: str, kind: str, nbytes: int) -> None:
         """Count the weights of the module `name`."""
-        self.by_type[kind] += nbytes
+        if nbytes:  # a tied head takes nothing of its own
+            self.by_type[kind] += nbytes
         self.by_part[_part(name)] += nbytes
 
 

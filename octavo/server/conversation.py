@@ -65,6 +65,13 @@ def chat_prompt(
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     content: Any = message.content
+    if content is None and message.role == "user":
+        raise ApiError(
+            400,
+            f"{where}.content is missing",
+            param=f"{where}.content",
+            code="missing_required_parameter",
+        )
     if isinstance(content, list):
         for i, part in enumerate(content):
             place = f"{where}.content[{i}]"

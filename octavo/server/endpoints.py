@@ -449,6 +449,18 @@ def operations(engine: EngineConfig, server: ServerConfig) -> tuple[Operation, .
     return OPERATIONS + page + profiling + development + (KV_DEBUG if server.enable_kv_debug else ())
 
 
+_OPTIONS = (
+    (PROFILING, "with --torch-profiler-dir"),
+    (PAGE, "without --disable-page"),
+    (DEVELOPMENT, "with --enable-dev-endpoints"),
+    (KV_DEBUG, "with --enable-kv-debug"),
+)
+
+
 def not_found(path: str) -> ApiError:
-    """404 for a path that no operation has."""
-    return ApiError(404, f"there is no {path[:128]!r}: /openapi.json lists what there is", code="not_found")
+    """404 for a path that no operation has, with the option that would bring it if there is one."""
+    remedy = "/openapi.json lists what there is"
+    for optional, how in _OPTIONS:
+        if any(operation.path == path for operation in optional):
+            remedy = f"it is there on a server that was started {how}"
+    return ApiError(404, f"there is no {path[:128]!r}: {remedy}", code="not_found")

@@ -10,7 +10,7 @@ import logging
 import re
 import typing
 from collections.abc import Callable, Set
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
@@ -168,7 +168,7 @@ def decode_body(body: bytes, kind: type[T], strict: bool = False) -> T:
     except RecursionError:
         raise bad_request("the request body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), kind) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"the request body is not valid JSON: {_json_problem(body, str(error))}") from None
     except UnicodeDecodeError:
@@ -266,7 +266,23 @@ def _nearest(name: str, kind: type[msgspec.Struct]) -> str:
     return f" (did the client mean {near[0]}?)" if near else ""
 
 
-def _explain(message: str) -> ApiError:
+def _words_for(kind: type[msgspec.Struct], where: str) -> list[str]:
+    """The words of which a field takes one; `where` is its path, as in `a.b[0].c`."""
+    hints: list[Any] = [kind]
+    for step in re.findall(r"[^.[\]]+|\[[^\]]*\]", where):
+        members = [member for hint in hints for member in (typing.get_args(hint) or (hint,))]
+        if step.startswith("["):
+            hints = [arguments[-1] for hint in [*hints, *members] if (arguments := typing.get_args(hint))]
+        else:
+            structs = [m for m in members if isinstance(m, type) and issubclass(m, msgspec.Struct)]
+            hints = [found[step] for m in structs if step in (found := typing.get_type_hints(m))]
+    literals = [
+        m for hint in hints for m in (hint, *typing.get_args(hint)) if typing.get_origin(m) is Literal
+    ]
+    return [str(word) for literal in literals for word in typing.get_args(literal)]
+
+
+def _explain(message: str, kind: type[msgspec.Struct]) -> ApiError:
     found = re.fullmatch(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", message, re.DOTALL)
     what, where = (found.group(1), found.group(2)) if found else (message, None)
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)
@@ -274,6 +290,8 @@ def _explain(message: str) -> ApiError:
         where = f"{where}.{missing.group(1)}" if where else missing.group(1)
         return ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
     what = what[:1].lower() + what[1:].replace("`", "")
+    if where and what.startswith("invalid enum value") and (words := _words_for(kind, where)):
+        what = f"{what.removeprefix('invalid enum value ')} is not known: choose {', '.join(words)}"
     return bad_request(f"{where}: {what}" if where else f"the request body: {what}", where or None)
 
 

@@ -102,6 +102,14 @@ def test_version():
             "unrecognized arguments: --zzz (see `octavo bench serve --help`)",
         ),
         (["pull", "--forc"], "--forc"),
+        (
+            ["serve", "-t", "2"],
+            "octavo serve: unrecognized arguments: -t: did you mean --num-threads? (see",
+        ),
+        (["serve", "--ctx-size=9"], "--ctx-size=9: did you mean --max-model-len?"),
+        (["chat", "-m", "model"], "-m: did you mean --model?"),
+        (["generate", "-p", "hi"], "unrecognized arguments: -p (see"),
+        (["generate", "good", "morning"], "morning: write a prompt of several words in quotes (see"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(argv, told, capsys):

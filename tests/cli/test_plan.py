@@ -232,3 +232,9 @@ def test_the_known_cards_are_listed_and_nothing_is_planned(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [card.name for card in CARDS]
     assert lines[0].split() == ["T4", "14.75", "GiB"]
+
+
+def test_types_that_take_nothing_are_not_told(tmp_path, capsys):
+    file = tiny.gguf_file("llama-tied", tmp_path / "m.gguf", "Q8_0")
+    assert main(["plan", str(file), "--gpu", "L4"]) == 0
+    assert " 0.0 KiB" not in capsys.readouterr().out

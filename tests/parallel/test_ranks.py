@@ -17,6 +17,7 @@ from tests import tiny
 from tests.engine.closeness import bfloat16_errors
 from tests.engine.test_embed import encoder
 from tests.engine.test_llm_parity import expected, generate, make
+from tests.quantization.checkpoints import changed
 
 
 def ranks_of(process: int | None = None) -> list[psutil.Process]:
@@ -59,6 +60,19 @@ def test_two_ranks_say_what_one_says_and_leave_nothing(tmp_path, monkeypatch):
         for told, want in zip(output.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
             assert told.keys() == want.keys()
             assert all(abs(told[t].logprob - want[t].logprob) < 1e-4 for t in told)
+
+
+def test_what_another_rank_makes_of_its_weights_is_told(tmp_path):
+    """A scale that the kernels don't take, in rows that are the second rank's."""
+    up = "model.layers.0.mlp.up_proj.weight_scale"
+    folder = changed("w8a8", tmp_path / "model", lambda found: found[up].view(-1)[-1:].fill_(1e-9))
+    settings = dict(model=str(folder), max_model_len=64, tensor_parallel_size=2)
+    with make("llama", **settings) as llm:
+        first, others = llm.facts.summary["weights"].split("; other ranks: ")
+        assert "dequantized" not in first and "W8A8; 1 of the matrices dequantized, since float16" in others
+        assert len(generate(llm, [[5, 6, 7]])[0]) > 1
+    with pytest.raises(ConfigError, match="quantization_strict: 1 of the matrices would be dequantized"):
+        make("llama", quantization_strict=True, **settings)
 
 
 def test_what_a_rank_cannot_do_is_told_as_by_one():

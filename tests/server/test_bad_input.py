@@ -102,6 +102,16 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+BAD_CHATS_TOLD = [
+    (
+        {"response_format": {"type": "json"}},
+        "response_format.type: 'json' is not known: choose text, json_object, json_schema, structural_tag",
+    ),
+    ({"messages": [{"role": "user", "text": "hi"}]}, "messages[0].content is missing"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": None}]}, "messages[1].content is missing"),
+]
+
+
 def check_error(response: Any, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     body = response.json()
@@ -133,6 +143,13 @@ def victim(slow: Running) -> Iterator[None]:
     stop.set()
     thread.join(10)
     assert seen and set(seen) == {(TEXT.encode() * 9)[:60].decode()}
+
+
+@pytest.mark.parametrize(("fields", "told"), BAD_CHATS_TOLD)
+def test_what_a_chat_asks_wrong_is_told_with_the_remedy(
+    slow: Running, fields: dict[str, Any], told: str
+) -> None:
+    assert check_error(slow.post(CHAT, {"messages": MESSAGES} | fields))["message"] == told
 
 
 @pytest.mark.usefixtures("victim")

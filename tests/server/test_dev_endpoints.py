@@ -26,7 +26,8 @@ def dev() -> Iterator[Running]:
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_not_there_unless_asked_for(server: Running, method: str, path: str) -> None:
-    check_error(server.client.request(method, path), 404)
+    error = check_error(server.client.request(method, path), 404)
+    assert error["message"].endswith("on a server that was started with --enable-dev-endpoints")
     assert server.engine.level == 0
 
 
