@@ -196,7 +196,8 @@ class StepResult:
         draft_step: the step after which they did; -1: this one.
         stage_seconds: that the pipeline's stages took to compute the step, waiting apart, all of them
             together; a worker tells its own (0: there is one stage, or it isn't known).
-        recorded: whether the step took longer than others of its size, because it was recorded for them.
+        recorded: whether the step took longer than others of its size, because it or its drafts were recorded
+            for them.
         copies_failed: numbers of those whose host blocks could not be read or written; they touch no block
             any more. Every number is named once in either list, also if its step failed (then by a later
             step's result): until then its blocks stay held.

@@ -62,7 +62,9 @@ class HeadDrafting(WorkerDrafting):
             return None
         others = int((rows - 1 - state.num_drafts[slots]).sum())
         updates = self._blocks.take_updates()
-        return DraftOrder(counts.astype(np.int32), updates, others, follows, self._thresholds())
+        # Without drafts nothing is to be ended: following alone is replayed.
+        thresholds = self._thresholds() if counts.any() else None
+        return DraftOrder(counts.astype(np.int32), updates, others, follows, thresholds)
 
     def _resting(self, slots: np.ndarray) -> np.ndarray:
         return self._idle[slots] >= _PATIENCE

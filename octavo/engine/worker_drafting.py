@@ -56,7 +56,8 @@ class WorkerDrafting(Drafting):
         self._cost: np.ndarray = np.full(num_slots + 1, np.nan)  # seconds of one draft each, by requests
         self._cost_count = np.zeros(num_slots + 1, np.int64)
         self._row_cost, self._row_count = np.nan, 0  # seconds of one token of a text
-        self._told: tuple[int, DraftOrder | None] = -1, None  # the last result's order, and its step
+        # The last result's step, its order, and whether it took longer to be recorded.
+        self._told: tuple[int, DraftOrder | None, bool] = -1, None, False
         self._orders = 0
         self._last_order = np.zeros(num_slots, np.int64)  # in which a slot's request was drafted for
         self._resumes = 0  # the order from which on first blocks are given
@@ -243,23 +244,23 @@ class WorkerDrafting(Drafting):
     def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `Drafting`."""
         super().timed(plan, result, seconds)
-        order = plan.propose
+        order, recorded = plan.propose, result.recorded
         if result.draft_step >= 0:
-            order = self._told[1] if self._told[0] == result.draft_step else None
-        self._told = plan.step_id, plan.propose
-        if order is None or not result.draft_seconds or not order.counts.any():
+            step, order, recorded = self._told
+            order = order if step == result.draft_step else None
+        self._told = plan.step_id, plan.propose, result.recorded
+        if order is None or recorded or not result.draft_seconds or not order.counts.any():
             return
         passes = order.counts
         if result.products is not None and result.draft_step < 0:
             passes = (result.products > 0).sum(axis=1)
-        if not order.catch_up:
-            self._took(passes, result.draft_seconds)
-            return
         n, most = int((passes > 0).sum()), passes.max(keepdims=True).astype(np.int64)
         spent = result.draft_seconds - float(self._drafting_seconds(n, most, 0.0)[0])
-        if spent > 0:
+        if order.catch_up and spent > 0:
             self._row_count += 1
             self._row_cost = mean_of_late(self._row_cost, spent / order.catch_up, self._row_count)
+        else:  # or catching up and drafting took less than drafting is known to take
+            self._took(passes, result.draft_seconds)
 
     def _drop(self, slot: int) -> None:
         self._blocks.release(slot)

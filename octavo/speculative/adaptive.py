@@ -10,6 +10,7 @@ from octavo.speculative.step_times import StepTimes
 _SHARE = 0.004  # of all time that may go into finding out whether drafts pay
 _MOST_CREDIT = 4.0  # steps' time; what a long time without trials saves up
 _FADE = 0.1
+_NEARLY, _MOST_DEBT = 0.9, 4.0  # of the most credit: what suffices for any trial, and what one costs at most
 
 
 class Adaptation:
@@ -38,10 +39,16 @@ class Adaptation:
         return self._credit >= 0
 
     def spend(self, seconds: float) -> bool:
-        """Whether a trial that takes so long may be made; it is counted then."""
-        if seconds > self._credit:
+        """Whether a trial that takes so long may be made; it is counted then.
+
+        One that seems to take longer than the most that is saved up is made when that is there, and paid off
+        afterwards, within reason: what a trial takes is only known by trials, and a first one may have been
+        slow for reasons of its own.
+        """
+        most = _MOST_CREDIT * self._step
+        if self._credit < min(seconds, _NEARLY * most):
             return False
-        self._credit -= seconds
+        self._credit -= min(seconds, _MOST_DEBT * most)
         return True
 
     def passed(self, seconds: float) -> None:

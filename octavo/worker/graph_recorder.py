@@ -16,6 +16,7 @@ class GraphRecorder:
 
     Attributes:
         num_bytes: of device memory that the graphs hold, the driver's part included.
+        count: graphs that were recorded.
     """
 
     def __init__(self, device: torch.device):
@@ -23,6 +24,7 @@ class GraphRecorder:
         self._pool: Any = None
         self._works: dict[Hashable, Any] = {}
         self.num_bytes = 0
+        self.count = 0
 
     def record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
         """A graph of all that `work` launches, to be replayed, and `work`'s result, which replays write anew.
@@ -31,6 +33,7 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
+        self.count += 1
         self._pool = graph.pool()
         self.num_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
         return graph, result

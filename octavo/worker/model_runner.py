@@ -107,13 +107,22 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step; its result is fetched by `LaunchedStep.wait`."""
         if self.link is None:
-            return self._execute(plan)
+            return self._launch(plan)
         self.link.enter(plan)
         try:
-            return self._execute(plan)
+            return self._launch(plan)
         except Exception:
             self.link.settle()
             raise
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step, and tell of it whether a graph was recorded for it or for its drafts."""
+        recorder = None if self.graphs is None else self.graphs.recorder
+        before = 0 if recorder is None else recorder.count
+        launched = self._execute(plan)
+        if recorder is not None and recorder.count > before:
+            launched.recorded = True
+        return launched
 
     def _execute(self, plan: StepPlan) -> LaunchedStep:
         self.batch.apply(plan)
