@@ -58,6 +58,9 @@ class _Engine:
     def default_params(self) -> SamplingParams:
         return SamplingParams()
 
+    async def check_health(self) -> None:
+        pass
+
     def stats(self) -> CoreStats:
         return CoreStats()
 
