@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.kernels.triton import attention as kernels
-from octavo.kernels.triton import cascade, rotary_kv, rotary_row
+from octavo.kernels.triton import attention_tiles, cascade, rotary_kv, rotary_row
 from octavo.kernels.triton.kv_codes import KVCodes
 from octavo.kernels.triton.kv_encode import gather_kv
 from octavo.kernels.triton.launch import power_of_2
@@ -137,7 +137,7 @@ class TritonAttention(RecordableAttention):
         super().__init__(num_heads, fmt, scale, sliding_window, softcap)
         self.group = num_heads // fmt.num_kv_heads
         self.dtype = self.product_dtype
-        self.max_decode_tile = kernels.max_decode_tile(self.dtype)
+        self.max_decode_tile = attention_tiles.max_decode_tile(self.dtype)
         self.cascades = sliding_window is None and self._fits_decode(1)
 
     def _fits_decode(self, max_query_len: int) -> bool:

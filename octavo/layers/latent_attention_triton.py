@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from octavo.kernels.triton import latent as kernels
-from octavo.kernels.triton.attention import choose_splits, shared_memory
+from octavo.kernels.triton.attention import choose_splits
+from octavo.kernels.triton.attention_tiles import shared_memory
 from octavo.kernels.triton.launch import ceil_div, power_of_2
 from octavo.kernels.triton.workspace import workspace
 from octavo.layers.attention import AttentionMetadata

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels.triton import attention as kernels
-from octavo.kernels.triton import rotary_kv
+from octavo.kernels.triton import attention_tiles, rotary_kv
 from octavo.kv.format import KVFormat
 from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
 from octavo.layers.attention_triton import TritonAttention
@@ -125,7 +125,7 @@ def test_large_groups_in_float32_are_tiled() -> None:
     q, cache, meta = ragged_batch([(3, 20), (2, 9)], 16, fmt, DEVICE)
     backend = TritonAttention(16, fmt, 0.25)
     backend.plan(meta)
-    assert kernels.max_decode_tile(torch.float32) == 32 and meta.plan.decodes == ()
+    assert attention_tiles.max_decode_tile(torch.float32) == 32 and meta.plan.decodes == ()
     assert relative_error(backend.attend(q, cache, meta), attention_float64(q, cache, meta, 0.25)) < 2e-6
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.triton import attention as kernels
-from octavo.kernels.triton import cascade
+from octavo.kernels.triton import attention_tiles, cascade
 from octavo.kv.format import KVFormat
 from octavo.layers import attention as base
 from octavo.layers.attention import AttentionMetadata
@@ -68,7 +68,10 @@ def test_layer(dtype: str, heads: int, kv_heads: int, dim: int, block: int, soft
     shared = blocks * block
     bound = TOLERANCE[dtype]
     for shapes in ([(1, shared + 1), (1, shared + 60), (1, shared + 16)], [(3, shared + 3), (1, shared + 9)]):
-        if 4 * heads // kv_heads > kernels.max_decode_tile(getattr(torch, dtype)) and shapes[0][0] > 1:
+        if (
+            4 * heads // kv_heads > attention_tiles.max_decode_tile(getattr(torch, dtype))
+            and shapes[0][0] > 1
+        ):
             continue
         q, cache, meta = ragged_batch(shapes, heads, fmt, DEVICE, seed=len(shapes))
         share_beginning(cache, meta, blocks)

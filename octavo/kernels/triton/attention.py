@@ -32,6 +32,13 @@ from octavo.kernels.triton.attention_steps import (
     split_chunk,
     store_partial,
 )
+from octavo.kernels.triton.attention_tiles import (
+    TileConfig,
+    decode_config,
+    prefill_config,
+    quantized_decode_config,
+    shared_memory,
+)
 from octavo.kernels.triton.kv_codes import (
     AS_IS,
     KVCodes,
@@ -306,54 +313,19 @@ def _paged_prefill_kernel(
     store_heads(target, acc * factor, acc_odd * factor, live, HEAD_DIM, BLOCK_W, KIND)
 
 
-@dataclass(frozen=True)
-class TileConfig:
-    """Shape of one program: rows of scores (0: as few as the request needs), context positions, pipeline."""
-
-    block_m: int
-    block_n: int
-    stages: int
-    warps: int
-
-
-# Shared memory that a program of each tile takes, as compiled for capability 8.0 / 9.0, in KiB (limits: 163
-# on 8.0, 99 on 8.6 and 8.9, 227 on 9.0). Sizes in between are padded to the next power of 2. Windows and
-# softcaps need no more. `benchmarks/compile_gpu_kernels.py` prints them.
-#
-#   head size          64       128      256
-#   decode, 2 bytes    21/21    39/39    41/41     up to 16 lanes; 64 lanes: 57/81 for 128, 68/96 for 256
-#   decode, float32    22/22    42/42    49/49     up to 16 lanes; 32 lanes: 52/52 for 128, 66/66 for 256
-#   prefill, 2 bytes   33/49    65/97    68/192    (a shared beginning has tiles of half the lanes, too)
-#   prefill, float32   20/20    36/36    33/33
-#
-# Over quantized caches, decode takes 23 to 43 KiB for up to 16 lanes and at most 98, prefill 33, 66 and 129.
-
-
-def max_decode_tile(dtype: torch.dtype) -> int:
-    """Lanes of the decode kernel's largest tile: (rows of a request) x (query heads of a KV head). More would
-    spill registers, and in float32 not fit the shared memory of every device."""
-    return 32 if dtype == torch.float32 else 64
-
-
-def decode_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
-    """Tile of the decode kernel: enough bytes in flight for the memory, two programs a multiprocessor.
-
-    Measured on an H200 with heads of 128, tiles of 128 positions against 64: 1.15 times as fast for 32
-    requests of 384 tokens, 1.03 for 512 of 200 to 2000.
-    """
-    if dtype == torch.float32:
-        return TileConfig(0, 32, 2, 4) if head_dim <= 128 else TileConfig(0, 16, 2, 8)
-    if head_dim > 128:
-        return TileConfig(0, 32, 3, 4)
-    return TileConfig(0, 128 if shared_memory >= 192 << 10 else 64, 3, 4)
-
-
-def quantized_decode_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
-    """As `decode_config`, over a quantized cache: as many positions, whose bytes are half as many, or with
-    the room and registers for them twice as many of large heads."""
-    if head_dim > 128 and shared_memory >= 192 << 10:
-        return TileConfig(0, 64, 3, 4)
-    return decode_config(head_dim, dtype, shared_memory)
+# Positions of the shortest split. A context of up to WHOLE of them is not split: combining results takes as
+# long as one program takes for the rest of it. (H200, one request with 8 KV heads of 128: 1024 positions take
+# 17 µs in splits of 512 and 10 in splits of 128; 384 take 9.5 either way; 256 take 7 whole and 9 in two.)
+MIN_CHUNK = 128
+WHOLE = 3
+MAX_SPLITS = 64
+# A single row's tile: splits as short as it, none whole. (H200, microseconds of a layer of Llama-8B, whose
+# row rotates itself: contexts of 128, 256, 384, 1024 and 2048 take 109.6, 109.7, 110.0, 110.8 and 115.0; with
+# the tile and the splits of many requests 109.7, 113.0, 114.1, 117.3 and 120.5.)
+SINGLE = TileConfig(0, 64, 2, 2)
+# Positions of a single row's program whose keys and values are sent for while the kernel before still runs.
+# Of many requests more would be sent for than the L2 holds until it is read: a step of 32 took 3% longer.
+SENT_EARLY = 1024
 
 
 def decode_cut(
@@ -370,43 +342,6 @@ def decode_cut(
     if single and usual and cfg.block_n > SINGLE.block_n:
         return SINGLE, SINGLE.block_n, 1
     return cfg, MIN_CHUNK, WHOLE
-
-
-def prefill_config(head_dim: int, dtype: torch.dtype, shared_memory: int) -> TileConfig:
-    """Tile of the prefill kernel, for a device with `shared_memory` bytes in each multiprocessor."""
-    if dtype == torch.float32:
-        if head_dim > 128:
-            return TileConfig(16, 16, 1, 8)
-        return TileConfig(32, 32, 1, 8 if head_dim > 64 else 4)
-    if head_dim <= 128:
-        # On an H200 with heads of 128: 395 TFLOP/s by 4 warps and 331 by 8. Before 9.0, where operands lie in
-        # registers, 4 warps have too few of them.
-        return TileConfig(128, 64, 3, 4 if shared_memory >= 192 << 10 else 8)
-    # The large tile takes 192 KiB, and on 8.0, where results lie in registers alone, spills.
-    return TileConfig(128, 64, 2, 8) if shared_memory >= 192 << 10 else TileConfig(64, 32, 2, 8)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a multiprocessor; a program can have 1 KiB less."""
-    if device.type != "cuda":
-        return 228 << 10  # the interpreter, and compilation without a device: as capability 9.0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-
-
-# Positions of the shortest split. A context of up to WHOLE of them is not split: combining results takes as
-# long as one program takes for the rest of it. (H200, one request with 8 KV heads of 128: 1024 positions take
-# 17 µs in splits of 512 and 10 in splits of 128; 384 take 9.5 either way; 256 take 7 whole and 9 in two.)
-MIN_CHUNK = 128
-WHOLE = 3
-MAX_SPLITS = 64
-# A single row's tile: splits as short as it, none whole. (H200, microseconds of a layer of Llama-8B, whose
-# row rotates itself: contexts of 128, 256, 384, 1024 and 2048 take 109.6, 109.7, 110.0, 110.8 and 115.0; with
-# the tile and the splits of many requests 109.7, 113.0, 114.1, 117.3 and 120.5.)
-SINGLE = TileConfig(0, 64, 2, 2)
-# Positions of a single row's program whose keys and values are sent for while the kernel before still runs.
-# Of many requests more would be sent for than the L2 holds until it is read: a step of 32 took 3% longer.
-SENT_EARLY = 1024
 
 
 def choose_splits(

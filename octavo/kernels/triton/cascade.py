@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton import attention
-from octavo.kernels.triton.attention import SharedPass, TileConfig
+from octavo.kernels.triton.attention import SharedPass
 from octavo.kernels.triton.attention_steps import kv_steps, split_chunk, store_partial
+from octavo.kernels.triton.attention_tiles import TileConfig
 from octavo.kernels.triton.kv_codes import (
     KVCodes,
     cache_words,
