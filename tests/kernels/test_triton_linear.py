@@ -218,8 +218,6 @@ def test_impossible_cuts_are_refused() -> None:
         linear.few_rows_linear(draw(F32, 5, 64), weight)
     with pytest.raises(ValueError, match="inputs >= 64"):
         linear.few_rows_linear(draw(F32, 1, 64), weight, config=(2, 32, 4, 2))
-    with pytest.raises(ValueError, match="wave must be 0"):
-        linear.few_rows_linear(draw(F32, 1, 64), weight, config=(2, 64, 4, 2, 1, 1, 132))
     with pytest.raises(ValueError, match="2 or more outputs"):
         linear.few_rows_linear(draw(F32, 1, 64), weight, config=(1, 32, 4), act="silu")
     with pytest.raises(ValueError, match="'relu'"):

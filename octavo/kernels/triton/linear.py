@@ -151,18 +151,15 @@ def sent_pieces(
 def _send_ahead(
     weight_ptr, weight_row, tile, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
-    WAVE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+    PIECE: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sends for what follows a program's first weights into the L2: see `FewRowsConfig`."""
     SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if WAVE > 0 or TILES > 1:
-        places = WAVE if WAVE > 0 else tl.num_programs(0)
-        if tile < places:
-            for step in tl.static_range(1, AHEAD + 1):
-                at, size = sent_pieces(
-                    tile + step * places, weight_row, 0, IN, SIZE, PIECE, LANES, OUT, BLOCK_OUT, GATED
-                )
-                prefetch_l2((weight_ptr + at).to(tl.int64), size)
+    if TILES > 1:
+        for step in tl.static_range(1, AHEAD + 1):
+            following = tile + step * tl.num_programs(0)
+            at, size = sent_pieces(following, weight_row, 0, IN, SIZE, PIECE, LANES, OUT, BLOCK_OUT, GATED)
+            prefetch_l2((weight_ptr + at).to(tl.int64), size)
     elif DEPTH * BLOCK_IN < IN:
         COLUMNS: tl.constexpr = min(AHEAD * BLOCK_IN, IN - DEPTH * BLOCK_IN)
         at, size = sent_pieces(
@@ -177,7 +174,7 @@ def _stepping_kernel(
     x_row, residual_row, weight_row, eps,
     ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr, WAVE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -211,8 +208,8 @@ def _stepping_kernel(
         held = held + (first,)  # type: ignore[assignment]
     if AHEAD > 0 and OVERLAP:
         _send_ahead(
-            weight_ptr, weight_row, tile, SIZE, OUT, BLOCK_OUT, STEP, TILES, DEPTH, AHEAD, WAVE, PIECE,
-            LANES, GATED,
+            weight_ptr, weight_row, tile, SIZE, OUT, BLOCK_OUT, STEP, TILES, DEPTH, AHEAD, PIECE, LANES,
+            GATED,
         )  # fmt: skip
     sums = (tl.zeros([BLOCK_OUT, BLOCK_IN // 8], tl.float32),) * ROWS
     squares = (tl.zeros([BLOCK_IN // 8], tl.float32),) * ROWS
@@ -266,7 +263,7 @@ def _resident_kernel(
     x_row, residual_row, weight_row, eps,
     ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr, WAVE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -284,8 +281,8 @@ def _resident_kernel(
     w = _load_weights(weight_ptr, weight_row, tile, cols, IN, OUT, BLOCK_OUT, ALL_ROWS, ALL_COLS, GATED)
     if AHEAD > 0 and OVERLAP:
         _send_ahead(
-            weight_ptr, weight_row, tile, IN, OUT, BLOCK_OUT, BLOCK_IN, TILES, DEPTH, AHEAD, WAVE, PIECE,
-            LANES, GATED,
+            weight_ptr, weight_row, tile, IN, OUT, BLOCK_OUT, BLOCK_IN, TILES, DEPTH, AHEAD, PIECE, LANES,
+            GATED,
         )  # fmt: skip
     if NORM:
         factor = _load_norm(norm_ptr, cols, IN, ALL_COLS)
@@ -333,8 +330,6 @@ class FewRowsConfig(NamedTuple):
         ahead: how many pieces behind its first ones a program sends for, into the L2, before it waits for the
             kernel ahead: of its own steps or, if it has several, tiles. Where that kernel leaves the memory
             idle.
-        wave: about how many programs the device holds at once. If above 0 (and `tiles` is 1), these send for
-            `ahead` tiles of later programs instead, those `wave`, 2 `wave`, … places behind them.
     """
 
     outputs: int
@@ -343,7 +338,6 @@ class FewRowsConfig(NamedTuple):
     tiles: int = 1
     depth: int = 1
     ahead: int = 0
-    wave: int = 0
 
 
 def few_rows_config(
@@ -400,8 +394,6 @@ def _launch(
         raise ValueError(f"{cut}: several tiles need inputs >= {size_in}, to keep the rows")
     if act not in _GELU:
         raise ValueError(f"act={act!r}: one of {list(_GELU)}")
-    if cut.wave and cut.tiles > 1:
-        raise ValueError(f"{cut}: a program of several tiles sends for its own: wave must be 0")
     if act is not None and cut.outputs < 2:
         raise ValueError(f"{cut}: an activation needs 2 or more outputs, a gate and its factor")
     out_columns = size_out if act is None else size_out // 2
@@ -432,7 +424,6 @@ def _launch(
             cut.tiles,
             max(1, min(cut.depth, ceil_div(size_in, cut.inputs))),
             cut.ahead if _is_aligned(weight) else 0,
-            cut.wave,
             _PIECE,
             32 * cut.warps,
             bias is not None,
