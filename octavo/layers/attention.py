@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -83,6 +83,29 @@ class AttentionMetadata:
     shared_blocks: int = 0
     shared_len: torch.Tensor | None = None
     plan: object = None
+
+
+class QKV(NamedTuple):
+    """A step's rows as a layer's products yield them, and how their heads are normalized and rotated.
+
+    Attributes:
+        q: `[rows, num_heads, head_dim]`. It, `k` and `v` may be views of one product, and may be overwritten.
+        k, v: `[rows, num_kv_heads, head_dim]`.
+        cos_sin: float32 `[max_position, rotary_dim]`, cosines in the first half, then sines.
+        positions: int64 `[rows]`.
+        q_weight, k_weight: of the norms of each head before the rotation (Qwen3's): `[head_dim]` each, of
+            `q`'s dtype or float32 (see `reference.rms_norm`), or both None.
+        eps: of the norms.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
 
 
 class PagedBackend(ABC):  # noqa: B024 (what is abstract differs between kinds of attention)
@@ -161,56 +184,22 @@ class AttentionBackend(PagedBackend):
     ) -> None:
         """Store rows `k`, `v` (`[rows, num_kv_heads, head_dim]`) at `meta.slot_mapping`."""
 
-    def rotary_and_write_kv(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
+    def rotary_and_write_kv(self, qkv: QKV, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Normalize each head of `q` and `k` (if weights are given), rotate them, store `k` and `v`.
 
-        `q`, `k` and `v` may be views of one QKV product and may be overwritten. Returns the `q` to
-        attend with. Override it where one kernel does all of it.
-
-        Args:
-            q: `[rows, num_heads, head_dim]`.
-            k, v: `[rows, num_kv_heads, head_dim]`.
-            cos_sin: float32 `[max_position, rotary_dim]`, cosines in the first half, then sines.
-            positions: int64 `[rows]`.
-            q_weight, k_weight: `[head_dim]` each, of `q`'s dtype or float32 (see
-                `reference.rms_norm`), or both None (Qwen3's norms).
-            eps: of the norms.
+        Returns the `q` to attend with. Override it where one kernel does all of it.
         """
+        q, k, v, cos_sin, positions, q_weight, k_weight, eps = qkv
         if q_weight is not None and k_weight is not None:
             q, k = ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)
         ops.rotary(q, k, cos_sin, positions)
         self.write_kv(k, v, cache, meta)
         return q
 
-    def rotate_and_attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
+    def rotate_and_attend(self, qkv: QKV, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """`rotary_and_write_kv` and `attend`: `[rows, num_heads, head_dim]`. Override it where one kernel
         does all of it."""
-        q = self.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps)
-        return self.attend(q, cache, meta)
+        return self.attend(self.rotary_and_write_kv(qkv, cache, meta), cache, meta)
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.kernels.cpu import norm_act, ops
-from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
+from octavo.layers.attention import QKV, AttentionBackend, AttentionMetadata, TorchAttention
 
 if TYPE_CHECKING:
     from octavo.kv.format import KVFormat
@@ -80,23 +80,10 @@ class CPUAttention(AttentionBackend):
             scale, centre = self.kv_scale, self.kv_centre
             ops.write_kv(k, v, cache, meta.slot_mapping, self._cache_type, scale, centre)
 
-    def rotary_and_write_kv(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
-        if (plain := self._instead(k)) is not None:
-            return plain.rotary_and_write_kv(
-                q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
-            )
+    def rotary_and_write_kv(self, qkv: QKV, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        if (plain := self._instead(qkv.k)) is not None:
+            return plain.rotary_and_write_kv(qkv, cache, meta)
+        q, k, v, cos_sin, positions, q_weight, k_weight, eps = qkv
         if q_weight is not None and k_weight is not None:
             q, k = norm_act.rms_norm(q, q_weight, eps), norm_act.rms_norm(k, k_weight, eps)
         slots, kind = meta.slot_mapping, self._cache_type

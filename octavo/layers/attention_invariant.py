@@ -10,7 +10,7 @@ import torch
 from octavo.kernels.triton import invariant_attention as kernels
 from octavo.kernels.triton import rotary_kv
 from octavo.kernels.triton.workspace import workspace
-from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention import QKV, AttentionMetadata
 from octavo.layers.attention_triton import RecordableAttention, multiprocessors
 
 if TYPE_CHECKING:
@@ -73,19 +73,8 @@ class InvariantAttention(RecordableAttention):
         states = floats // (fmt.head_dim + 2) * fmt.head_dim
         meta.plan = _Plan(programs, (scratch[:states], scratch[states:]))
 
-    def rotary_and_write_kv(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
+    def rotary_and_write_kv(self, qkv: QKV, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        q, k, v, cos_sin, positions, q_weight, k_weight, eps = qkv
         slots = meta.slot_mapping
         rotary_kv.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, slots, q_weight, k_weight, eps)
         return q

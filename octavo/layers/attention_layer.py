@@ -12,7 +12,7 @@ import torch
 from octavo.errors import ModelError
 from octavo.kernels.reference_kv import FP8_LARGEST
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import AttentionBackend, AttentionMetadata, PagedBackend
+from octavo.layers.attention import QKV, AttentionBackend, AttentionMetadata, PagedBackend
 from octavo.layers.backends import backend_class
 from octavo.layers.layer import BuildContext, Layer, LoadTarget, divide, sibling
 from octavo.layers.linear import local_kv_heads
@@ -179,8 +179,8 @@ class Attention(CachedLayer):
             `[rows, local heads * head_dim]`.
         """
         rotary, q_norm, k_norm = self._uses
-        batch = meta[self.kv_group]
-        args = (q, k, v, rotary.cos_sin, positions, cache, batch)
         if q_norm is None or k_norm is None:
-            return self.backend.rotate_and_attend(*args).flatten(1)
-        return self.backend.rotate_and_attend(*args, q_norm.weight, k_norm.weight, q_norm.eps).flatten(1)
+            qkv = QKV(q, k, v, rotary.cos_sin, positions)
+        else:
+            qkv = QKV(q, k, v, rotary.cos_sin, positions, q_norm.weight, k_norm.weight, q_norm.eps)
+        return self.backend.rotate_and_attend(qkv, cache, meta[self.kv_group]).flatten(1)

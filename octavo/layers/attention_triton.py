@@ -16,7 +16,7 @@ from octavo.kernels.triton.kv_codes import KVCodes
 from octavo.kernels.triton.kv_encode import gather_kv
 from octavo.kernels.triton.launch import power_of_2
 from octavo.kernels.triton.workspace import workspace
-from octavo.layers.attention import AttentionBackend, AttentionMetadata
+from octavo.layers.attention import QKV, AttentionBackend, AttentionMetadata
 
 if TYPE_CHECKING:
     from octavo.kv.format import KVFormat
@@ -230,45 +230,21 @@ class TritonAttention(RecordableAttention):
             )
         out.copy_(found[0].transpose(0, 1))
 
-    def rotary_and_write_kv(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
+    def rotary_and_write_kv(self, qkv: QKV, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        q, k, v, cos_sin, positions, q_weight, k_weight, eps = qkv
         angles, slots = self._planned(meta).angles_of(cos_sin, positions), meta.slot_mapping
         rotary_kv.rotary_and_write_kv(
             q, k, v, angles, None, cache, slots, q_weight, k_weight, eps, self.codes
         )  # fmt: skip
         return q
 
-    def rotate_and_attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        cache: torch.Tensor,
-        meta: AttentionMetadata,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> torch.Tensor:
+    def rotate_and_attend(self, qkv: QKV, cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         plan = self._planned(meta)
         # Of several requests one may read, in this step, a block that another one's row completes: rows are
         # stored before any of them is attended to.
-        if meta.num_requests > 1 or len(q) > 1 or not plan.decodes or plan.shared is not None:
-            return super().rotate_and_attend(
-                q, k, v, cos_sin, positions, cache, meta, q_weight, k_weight, eps
-            )  # fmt: skip
+        if meta.num_requests > 1 or len(qkv.q) > 1 or not plan.decodes or plan.shared is not None:
+            return super().rotate_and_attend(qkv, cache, meta)
+        q, k, v, cos_sin, positions, q_weight, k_weight, eps = qkv
         angles = plan.angles_of(cos_sin, positions)
         row = rotary_row.Unrotated(k, v, angles, meta.slot_mapping, q_weight, k_weight, eps)
         return self._attend(q, cache, meta, plan, row)

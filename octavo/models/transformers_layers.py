@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.errors import ConfigError, ModelError, first_line
 from octavo.kernels import ops
-from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention import QKV, AttentionMetadata
 from octavo.layers.attention_layer import Attention
 from octavo.layers.embedding import LMHead
 from octavo.layers.layer import BuildContext, Layer, LoadTarget, copy_into
@@ -212,7 +212,7 @@ class PagedAttention(Attention):
         weights: tuple[Any, ...] = ()
         if norms is not None:
             weights = (norms[0].weight, norms[1].weight, norms[0].eps)
-        return self.backend.rotate_and_attend(q, k, v, table, places, cache, batch, *weights).flatten(1)
+        return self.backend.rotate_and_attend(QKV(q, k, v, table, places, *weights), cache, batch).flatten(1)
 
 
 def served_attention(

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 from octavo.kernels import reference, reference_sampling
 from octavo.kernels.triton import activation, attention, batch, norm, rotary_kv, sampling
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import AttentionMetadata
+from octavo.layers.attention import QKV, AttentionMetadata
 from octavo.layers.attention_triton import TritonAttention
 from tests.kernels.attention_cases import CASES, Case, check_decode, check_prefill
 from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch, share_beginning
@@ -201,7 +201,7 @@ def test_metadata_that_is_read_early_is_of_its_step(monkeypatch: pytest.MonkeyPa
         batch.map_blocks(slots, starts, ends, blocks, 16, width, table, slot_mapping)
         backend.plan(meta)
         for _ in range(3):
-            q = backend.rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta)
+            q = backend.rotary_and_write_kv(QKV(q, k, v, cos_sin, positions), cache, meta)
             out = backend.attend(q, cache, meta)
         blocks.copy_(blocks.roll(1, 0))  # the next step's
         return out

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from octavo.kernels.triton import attention as kernels
 from octavo.kernels.triton import attention_tiles, rotary_kv
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
+from octavo.layers.attention import QKV, AttentionBackend, AttentionMetadata, TorchAttention
 from octavo.layers.attention_triton import TritonAttention
 from tests.kernels.ragged import attention_float64, forget_before_window, ragged_batch
 
@@ -236,9 +236,8 @@ def test_metadata_is_read_early_only_behind_a_gathering(monkeypatch: pytest.Monk
     backend, positions = TritonAttention(4, fmt, 0.25), meta.seq_lens.long() - 1
     for rotates in (False, True, False):
         if rotates:
-            q = backend.rotary_and_write_kv(
-                q, k, v, torch.randn(32, 16, device=DEVICE), positions, cache, meta
-            )
+            rows = QKV(q, k, v, torch.randn(32, 16, device=DEVICE), positions)
+            q = backend.rotary_and_write_kv(rows, cache, meta)
         else:
             meta.plan = None
             backend.write_kv(k, v, cache, meta)
@@ -306,7 +305,7 @@ def test_one_row_rotates_itself(
     found = []
     for way in (plain, backend(TritonAttention)):
         kept, (q, k, v) = cache.clone(), row.clone().split([heads, kv_heads, kv_heads], dim=1)
-        out = way.rotate_and_attend(q, k, v, cos_sin, positions, kept, meta(last, context), *weights)
+        out = way.rotate_and_attend(QKV(q, k, v, cos_sin, positions, *weights), kept, meta(last, context))
         found.append((out, kept))
         monkeypatch.setattr(rotary_kv, "_rotary_write", None)  # which the last one does without
     (want, plain_cache), (got, own_cache) = found

@@ -9,7 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from octavo.kernels.cpu import ops
 from octavo.kv.format import KVFormat
 from octavo.layers import attention_cpu
-from octavo.layers.attention import AttentionMetadata, TorchAttention
+from octavo.layers.attention import QKV, AttentionMetadata, TorchAttention
 from octavo.layers.attention_cpu import CPUAttention
 from tests.kernels.ragged import forget_before_window
 
@@ -245,7 +245,8 @@ def test_rotates_and_stores_like_the_plain_backend(dtype, norms, dim, rot):
         cache = torch.zeros(10, 2, kv_heads, 8, dim, dtype=dtype)
         parts = fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
         q, k, v = (x.unflatten(1, (-1, dim)) for x in parts)
-        q = backend(heads, fmt, 1.0).rotary_and_write_kv(q, k, v, cos_sin, positions, cache, meta, *weights)
+        qkv = QKV(q, k, v, cos_sin, positions, *weights)
+        q = backend(heads, fmt, 1.0).rotary_and_write_kv(qkv, cache, meta)
         results.append((q, cache))
     (plain_q, plain_cache), (q, cache) = results
     close(q, plain_q.float())

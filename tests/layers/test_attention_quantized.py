@@ -8,7 +8,7 @@ import torch
 from octavo.kernels import reference_kv
 from octavo.kernels.cpu import ops
 from octavo.kv.format import KVFormat
-from octavo.layers.attention import AttentionBackend, AttentionMetadata, TorchAttention
+from octavo.layers.attention import QKV, AttentionBackend, AttentionMetadata, TorchAttention
 from octavo.layers.attention_cpu import CPUAttention
 from tests.kernels.ragged import attention_float64
 
@@ -142,7 +142,7 @@ def test_rotates_and_stores(kind):
     q2, k2 = q.clone(), k.clone()
     ops.rotary(q2, k2, cos_sin, positions)
     backend.write_kv(k2, v, apart, meta)
-    q = backend.rotary_and_write_kv(q, k, v, cos_sin, positions, together, meta)
+    q = backend.rotary_and_write_kv(QKV(q, k, v, cos_sin, positions), together, meta)
     assert torch.equal(q, q2) and torch.equal(together, apart) and bool(apart.any())
 
 
