@@ -208,9 +208,10 @@ class EngineCore:
         """
         held = self.scheduler.release_held()
         outputs: list[CoreOutput] = []
-        if self.scheduler.drafting is not None and self.scheduler.drafting.awake:
-            while self._in_flight:  # drafts are proposed from tokens that are known
-                outputs += self._take_in_oldest()
+        drafting = self.scheduler.drafting
+        waits = drafting is not None and drafting.look_ahead(bool(self._in_flight)) and bool(self._in_flight)
+        while waits and self._in_flight:  # drafts are proposed from tokens that are known
+            outputs += self._take_in_oldest()
         step = self._schedule()
         if step is None and not self._in_flight:
             step = self.scheduler.poll()
@@ -221,6 +222,8 @@ class EngineCore:
         if step is not None:
             begin_masks(step.grammars)
             begin = time.perf_counter()
+            if drafting is not None:
+                drafting.launched(begin - self._last_end if waits else 0.0)
             self.pulse.launch(step_kind(step.plan))
             try:
                 if self._clock is not None:
@@ -244,6 +247,7 @@ class EngineCore:
     def _take_in_oldest(self) -> list[CoreOutput]:
         """Wait for the oldest step in flight; its news."""
         oldest, pending, begin = self._in_flight.popleft()
+        asked = time.perf_counter()
         try:
             result = self._wait(pending)
         except EngineDeadError:
@@ -257,6 +261,7 @@ class EngineCore:
         if self._clock is not None:
             self._clock.ended(end, result.stage_seconds, more=bool(self._in_flight))
         if self.scheduler.drafting is not None:
+            self.scheduler.drafting.slack = end - asked
             self.scheduler.drafting.timed(oldest.plan, result, end - max(begin, self._last_end))
             self._last_end = end
         return self._update(oldest, result)

@@ -11,7 +11,7 @@ from octavo.engine.request import Request
 from octavo.engine.slots import Slots
 from octavo.messages import CoreStats
 from octavo.speculative.adaptive import Adaptation
-from octavo.speculative.proposer import HostProposer
+from octavo.speculative.proposer import NOTHING, HostProposer, Proposal
 from octavo.step_messages import DraftOrder, StepPlan, StepResult
 
 
@@ -19,8 +19,12 @@ class Drafting(ABC):
     """Decides which rows of a step judge drafts; learns from the verifier how many pay.
 
     Attributes:
-        awake: whether the tokens of all earlier steps must be known before the next one is planned.
+        alone: the next step is planned when all earlier ones have ended, so that their tokens are known.
+        slack: seconds for which the host waited for the newest result: what it can do beside a step.
     """
+
+    alone = False
+    slack = 0.0
 
     def __init__(self, slots: Slots, num_kinds: int, most: int, adaptive: bool, max_rows: int):
         """
@@ -37,10 +41,16 @@ class Drafting(ABC):
         slots.on_enter.append(self.enter)
         slots.on_leave.append(self.leave)
 
-    @property
-    def awake(self) -> bool:
-        """See the class."""
-        return False
+    def look_ahead(self, in_flight: bool) -> bool:
+        """Set `alone` for the step that is planned next.
+
+        Args:
+            in_flight: earlier steps have not ended yet.
+        """
+        return self.alone
+
+    def launched(self, idle: float) -> None:  # noqa: B027 (most make nothing that the host waits for)
+        """A step was planned and is launched; the device had nothing to do for so many seconds before."""
 
     @abstractmethod
     def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
@@ -129,23 +139,60 @@ class Drafting(ABC):
 class HostDrafting(Drafting):
     """Owns a proposer on the host, and the drafts of the step that is being planned.
 
-    Drafts are proposed from tokens that are known: no step that draws tokens is in flight meanwhile.
+    Drafts are proposed from tokens that are known: no step that draws tokens is in flight meanwhile. Where
+    the device computes beside the host, waiting for them leaves it idle: so, if only as many as pay are
+    drafted, it is looked at what would be proposed behind the tokens that are known while a step is in
+    flight. What is found there again is likely to be found one token later.
     """
 
     def __init__(self, proposer: HostProposer, slots: Slots, most: int, adaptive: bool, max_rows: int):
         super().__init__(slots, proposer.num_kinds, most, adaptive, max_rows)
         self._proposer = proposer
         self._tokens = np.zeros((len(slots.num_tokens), most), np.int32)
+        self._spent = 0.0  # seconds that proposing for the next step took
+        self.alone = True
 
     @property
-    def awake(self) -> bool:
+    def _awake(self) -> bool:
         return not self.adaptive or self.adaptation.awake
+
+    def look_ahead(self, in_flight: bool) -> bool:
+        """See `Drafting`."""
+        self.alone = self._awake and (not in_flight or not self.adaptive or self._promising())
+        return self.alone
+
+    def _promising(self) -> bool:
+        """Whether drafts behind the tokens that are known would be judged."""
+        slots, begin = self.slots, time.thread_time()
+        run = slots.running
+        known = slots.num_known[run]
+        room = slots.max_total[run] - known - 1
+        kinds, counts, own = [], [], []
+        for i in np.flatnonzero((slots.num_tokens[run] - slots.num_computed[run] <= 1) & (room > 0)).tolist():
+            slot = int(run[i])
+            proposal = self._proposal(slot, int(known[i]), min(self.most, int(room[i])))
+            if len(proposal.tokens):
+                own.append(slot)
+                kinds.append(proposal.kind)
+                counts.append(len(proposal.tokens))
+        found = False
+        if own:
+            odds = self._odds(np.array(own), np.array(kinds), np.array(counts))
+            found = self.adaptation.promises(odds, len(run), max(0, self.max_rows - len(run)))
+        self.adaptation.looked(max(0.0, time.thread_time() - begin - self.slack))
+        return found
+
+    def launched(self, idle: float) -> None:
+        """See `Drafting`."""
+        if self._spent:
+            self.adaptation.proposed(max(idle, self._spent))
+            self._spent = 0.0
 
     def propose(self, run: np.ndarray, rows: np.ndarray, budget: int) -> None:
         """See `Drafting`."""
         slots = self.slots
         slots.num_drafts[run] = 0
-        if not self.awake or budget <= 0:
+        if not self.alone or not self._awake or budget <= 0:
             return
         known = slots.num_known[run]
         room = slots.max_total[run] - known - 1
@@ -165,27 +212,36 @@ class HostDrafting(Drafting):
             granted = self._grant(run[places], np.array(counts, np.int64), int(rows.sum()), most)
             slots.num_drafts[run[places]] = granted
             rows[places] += granted.astype(np.int32)
-        self.adaptation.proposed(time.thread_time() - begin)
+        self._spent += time.thread_time() - begin
 
     def _propose_one(self, slot: int, known: int, most: int) -> int:
-        request = self.slots.at(slot)
-        grammar = request.grammar
-        if grammar is not None and grammar.slow:
-            return 0
-        proposal = self._proposer.propose(slot, self.slots.tokens[slot, :known], most)
+        proposal = self._proposal(slot, known, most)
         count = len(proposal.tokens)
-        if count and grammar is not None:
-            count = grammar.allowed(proposal.tokens.tolist())
-        self._tokens[slot, :count] = proposal.tokens[:count]
+        self._tokens[slot, :count] = proposal.tokens
         self.kinds[slot] = proposal.kind
         return count
+
+    def _proposal(self, slot: int, known: int, most: int) -> Proposal:
+        """What a request's grammar allows of a continuation of its known tokens."""
+        grammar = self.slots.at(slot).grammar
+        if grammar is not None and grammar.slow:
+            return NOTHING
+        proposal = self._proposer.propose(slot, self.slots.tokens[slot, :known], most)
+        if len(proposal.tokens) and grammar is not None:
+            count = grammar.allowed(proposal.tokens.tolist())
+            proposal = Proposal(proposal.tokens[:count], proposal.kind)
+        return proposal
+
+    def _odds(self, own: np.ndarray, kinds: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """How likely so many drafts of each request are to stand, float64 `[n, most]`; 0 beyond them."""
+        odds = self.adaptation.acceptance.odds(own, kinds)
+        odds[np.arange(self.most) >= counts[:, None]] = 0.0
+        return odds
 
     def _grant(self, own: np.ndarray, counts: np.ndarray, rows: int, most: int) -> np.ndarray:
         """How many of each one's drafts are judged, int64 `[n]`."""
         if self.adaptive:
-            odds = self.adaptation.acceptance.odds(own, self.kinds[own])
-            odds[np.arange(self.most) >= counts[:, None]] = 0.0
-            return self.adaptation.choose(odds, rows, most)
+            return self.adaptation.choose(self._odds(own, self.kinds[own], counts), rows, most)
         before = np.cumsum(counts) - counts
         return np.clip(most - before, 0, counts)
 

@@ -43,7 +43,7 @@ class HeadDrafting(WorkerDrafting):
         self._begin[slots[begins]] = (computed - rows)[begins]
         known = state.num_tokens[slots].astype(np.int64)
         follows = self._begin[slots] >= 0
-        counts = self._counts(slots, samples & follows, known)
+        counts = self._counts(slots, samples & follows, known, int(samples.sum()))
         length = computed - self._begin[slots]
         for i in np.flatnonzero(follows).tolist():
             slot, held = int(slots[i]), int(length[i])

@@ -175,7 +175,7 @@ class Scheduler:
         need[tokens >= self._slots.max_total[run]] = 0  # the last token is being sampled
         need[self._slots.held[run]] = 0
         # Steps that judge drafts of the host follow one another.
-        alone = self.drafting is not None and self.drafting.awake
+        alone = self.drafting is not None and self.drafting.alone
         most_short = self._micro.choose(run, need, self._maker.next_id, divide=not alone)
         others = len(self._waiting) or len(self._loading)
         budget = self.limits.max_num_batched_tokens

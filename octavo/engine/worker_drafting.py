@@ -72,6 +72,7 @@ class WorkerDrafting(Drafting):
         slots = self.slots
         drafts = np.where(rows == 1, self._made[run], 0)
         drafts = np.minimum(drafts, np.maximum(slots.max_total[run] - slots.num_tokens[run] - 1, 0))
+        budget = min(budget, max(0, self.max_rows - len(run)))
         drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
         slots.num_drafts[run] = drafts
         rows += drafts.astype(np.int32)
@@ -80,7 +81,7 @@ class WorkerDrafting(Drafting):
         """See `Drafting`."""
         state = self.slots
         known = state.num_tokens[slots].astype(np.int64)
-        counts = self._counts(slots, samples & ~state.masked[slots], known)
+        counts = self._counts(slots, samples & ~state.masked[slots], known, int(samples.sum()))
         self._begin_order()
         for i in np.flatnonzero(counts).tolist():
             if not self._room(int(slots[i]), int(known[i] + counts[i] - 1)):
@@ -140,37 +141,41 @@ class WorkerDrafting(Drafting):
         """Of the order that is being made."""
         return None if self._stops is None else self._stops.thresholds(self._must)
 
-    def _counts(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Tokens to draft for each request, int64 `[n]`: for those that are `able` as many as pay and fit."""
+    def _counts(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray, others: int) -> np.ndarray:
+        """Tokens to draft for each request, int64 `[n]`: for those that are `able` as many as pay and fit.
+
+        Args:
+            others: rows that the next step has without drafts, of those that are able, too.
+        """
         room = np.where(able, self.slots.max_total[slots] - known - 1, 0)
         room = np.minimum(room, self._max_length - known + 1)  # the last draft is no input
-        return np.clip(self._choose(slots, room > 0, known), 0, np.maximum(room, 0))
+        return np.clip(self._choose(slots, room > 0, known, others), 0, np.maximum(room, 0))
 
     def _behind(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Tokens that the draft's cache lacks of each text, but for the last two."""
         return np.where(self._follows[slots], 0, np.maximum(known - 2 - self._valid[slots], 0))
 
-    def _choose(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """How many tokens to draft for each request, int64 `[n]`."""
+    def _choose(self, slots: np.ndarray, able: np.ndarray, known: np.ndarray, others: int) -> np.ndarray:
+        """How many tokens to draft for each request, int64 `[n]`; arguments as `_counts` takes them."""
         none = np.zeros(len(slots), np.int64)
         self._must = None
         n = int(able.sum())
-        fitting = (min(self.max_rows, self._max_batch) // n - 1) if n else 0
+        fitting = (min(self.max_rows, self._max_batch) - others) // n if n else 0
         most = min(self.most, fitting)
         if most <= 0:
             return none
         wanted = able.astype(np.int64)
         if not self.adaptive:
             return wanted * most
-        if self._rests and n == self._rests_with:
+        if self._rests and others == self._rests_with:
             self._rests -= 1
             return none
-        curve = self.adaptation.times.curve(n, n * most + 1)
-        if curve is None or len(curve) <= n * most or not self.adaptation.times.knows(n):
+        curve = self.adaptation.times.curve(others, n * most + 1)
+        if curve is None or len(curve) <= n * most or not self.adaptation.times.knows(others):
             return none  # until a plain step was measured
         plain = float(curve[0])
         odds = self.adaptation.acceptance.odds(slots[able], self.kinds[slots[able]])[:, :most]
-        tokens = n + np.concatenate(([0.0], np.cumsum(odds.sum(axis=0))))
+        tokens = others + np.concatenate(([0.0], np.cumsum(odds.sum(axis=0))))
         rows, passes = self._lengths(n, most)
         seconds = np.interp(rows, np.arange(len(curve)), curve) + self._drafting_seconds(n, passes, plain)
         rates = tokens / seconds
@@ -192,7 +197,7 @@ class WorkerDrafting(Drafting):
         if self.adaptation.spend(cost):
             none[trial] = most
         else:
-            self._rests, self._rests_with = _RESTS, n
+            self._rests, self._rests_with = _RESTS, others
         return none
 
     def _lengths(self, n: int, most: int) -> tuple[np.ndarray, np.ndarray]:

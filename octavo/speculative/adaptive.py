@@ -58,12 +58,22 @@ class Adaptation:
         self._step += (_FADE if self._step else 1.0) * (seconds - self._step)
         self._credit = min(_MOST_CREDIT * self._step, self._credit + _SHARE * seconds)
 
+    def looked(self, seconds: float) -> None:
+        """Looking for drafts, of which none are judged yet, took so long."""
+        self._credit -= seconds
+
     def proposed(self, seconds: float) -> None:
-        """Making proposals for a step and choosing among them (if there were any) took so long."""
+        """Making proposals for a step and choosing among them (if there were any) delayed it for so long."""
         self._proposing += _FADE * (seconds - self._proposing)
         if not self._pays:
             self._credit -= seconds
         self._pays = False
+
+    def promises(self, odds: np.ndarray, rows: int, most: int) -> bool:
+        """Whether any such drafts would be judged, what proposing them takes included; arguments as
+        `choose`'s."""
+        _, best, extra = self._weigh(odds, rows, most)
+        return best > 0 or (len(extra) > 1 and float(extra[1]) + self._proposing < self._credit)
 
     def choose(self, odds: np.ndarray, rows: int, most: int) -> np.ndarray:
         """How many drafts of each request to judge, int64 `[n]`.
@@ -73,22 +83,27 @@ class Adaptation:
             rows: of the step without drafts.
             most: drafts in all.
         """
+        order, best, extra = self._weigh(odds, rows, most)
+        self._pays = best > 0
+        if not best and len(extra):
+            # Measured anew from time to time, however it looks: what is known may be old.
+            best = int(np.searchsorted(extra, self._credit, side="right")) - 1
+            self._credit -= float(extra[best])
+        return np.bincount(order[:best] // odds.shape[1], minlength=len(odds))
+
+    def _weigh(self, odds: np.ndarray, rows: int, most: int) -> tuple[np.ndarray, int, np.ndarray]:
+        """Drafts (places in flattened `odds`), the likeliest first; of how many the rate is best, 0 if of
+        none; and seconds that 0, 1, … of them add to a step, empty where nothing is known."""
         # Of equally likely ones the first requests' come first, and of these each one's first drafts.
         order = np.argsort(-odds, axis=None, kind="stable")
         order = order[: min(most, int(np.count_nonzero(odds)))]
-        ranked = odds.ravel()[order]
-        best = 0
-        seconds = self.times.curve(rows, len(ranked) + 1) if self.times.knows(rows) else None
-        if len(ranked) and seconds is not None and len(seconds) > len(ranked):
-            tokens = rows + np.concatenate(([0.0], np.cumsum(ranked)))
-            rates = tokens / (seconds + self._proposing)
-            best = int(rates.argmax())
-            if rates[best] <= tokens[0] / seconds[0]:
-                best = 0
-            self._pays = best > 0
-            if not best:
-                # Measured anew from time to time, however it looks: what is known may be old.
-                extra = seconds - seconds[0]
-                best = int(np.searchsorted(extra, self._credit, side="right")) - 1
-                self._credit -= extra[best]
-        return np.bincount(order[:best] // odds.shape[1], minlength=len(odds))
+        count = len(order)
+        seconds = self.times.curve(rows, count + 1) if count and self.times.knows(rows) else None
+        if seconds is None or len(seconds) <= count:
+            return order, 0, np.zeros(0)
+        tokens = rows + np.concatenate(([0.0], np.cumsum(odds.ravel()[order])))
+        rates = tokens / (seconds + self._proposing)
+        best = int(rates.argmax())
+        if rates[best] <= tokens[0] / seconds[0]:
+            best = 0
+        return order, best, seconds - seconds[0]
