@@ -125,7 +125,12 @@ class Drafting(ABC):
         drafts = 0 if plan.num_drafts is None else plan.num_drafts
         rows = plan.total_rows  # 0: it asked for news of copies
         usual = rows > 0 and not plan.admissions and not result.recorded
-        if usual and plan.samples.all() and (plan.num_rows == 1 + drafts).all():
+        if (
+            usual
+            and seconds > result.draft_seconds
+            and plan.samples.all()
+            and (plan.num_rows == 1 + drafts).all()
+        ):
             self.adaptation.times.add(rows, seconds - result.draft_seconds)
 
     def enter(self, request: Request) -> None:

@@ -248,13 +248,15 @@ class WorkerDrafting(Drafting):
 
     def timed(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `Drafting`."""
+        own = plan.step_id, plan.propose, result.recorded
+        step, order, recorded = self._told if result.draft_step >= 0 else own
+        self._told = own
+        known = result.draft_step in (-1, step)
+        if known and recorded:  # nor does it tell how much of this step's time drafting before it took
+            self.adaptation.passed(seconds)
+            return
         super().timed(plan, result, seconds)
-        order, recorded = plan.propose, result.recorded
-        if result.draft_step >= 0:
-            step, order, recorded = self._told
-            order = order if step == result.draft_step else None
-        self._told = plan.step_id, plan.propose, result.recorded
-        if order is None or recorded or not result.draft_seconds or not order.counts.any():
+        if not known or order is None or not result.draft_seconds or not order.counts.any():
             return
         passes = order.counts
         if result.products is not None and result.draft_step < 0:

@@ -10,7 +10,8 @@ from octavo.speculative.step_times import StepTimes
 _SHARE = 0.004  # of all time that may go into finding out whether drafts pay
 _MOST_CREDIT = 4.0  # steps' time; what a long time without trials saves up
 _FADE = 0.1
-_NEARLY, _MOST_DEBT = 0.9, 4.0  # of the most credit: what suffices for any trial, and what one costs at most
+_OUTLIER = 3.0  # a step that took so many times the usual time was held up: it counts as this
+_NEARLY, _MOST_DEBT = 0.9, 2.0  # of the most credit: what suffices for any trial, and what one costs at most
 
 
 class Adaptation:
@@ -54,8 +55,9 @@ class Adaptation:
     def passed(self, seconds: float) -> None:
         """A step has taken so long, drafts or not."""
         if not self._step:  # enough to begin with
+            self._step = seconds
             self._credit += _MOST_CREDIT / 2 * seconds
-        self._step += (_FADE if self._step else 1.0) * (seconds - self._step)
+        self._step += _FADE * (min(seconds, _OUTLIER * self._step) - self._step)
         self._credit = min(_MOST_CREDIT * self._step, self._credit + _SHARE * seconds)
 
     def looked(self, seconds: float) -> None:

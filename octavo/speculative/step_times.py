@@ -10,7 +10,7 @@ _SIZES = np.array([
 ])  # fmt: skip
 _FADE = 0.1  # weight of a new time
 _FIRST = 4  # of so many first times of a size the shortest counts: among them are records and hiccups
-_OUTLIER = 3.0  # a time so many times the known one is a hiccup: it counts as this
+_OUTLIER = 1.5  # a time so many times the known one is a hiccup: it counts as this
 _PRIOR_SLOPE = 0.02  # of one row's time that another row is taken to cost, until that was measured
 
 

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.engine.drafting import HostDrafting
 from octavo.kv.manager import KVManager
 from octavo.sampling_params import SamplingParams
+from octavo.speculative.proposer import NOTHING
 from octavo.step_messages import StepPlan, StepResult
 from tests.engine import simulation as sim
 
@@ -196,3 +198,29 @@ def test_steps_without_rows_tell_nothing_of_how_long_rows_take():
     waiting = StepPlan(0, [], [], none, none, none, none.astype(bool))
     drafting.timed(waiting, StepResult(np.zeros((0, 1), np.int32), none), 1e-6)
     assert drafting.adaptation.times.curve(1, 1) is None
+
+
+@pytest.mark.parametrize(("right", "found"), [(1.0, True), (0.0, False)])
+def test_steps_overlap_as_long_as_nothing_is_found_to_draft(right: float, found: bool):
+    """The engine waits for the tokens of a step only where drafts are likely behind them."""
+    core = core_with(4, right, adaptive=True, async_scheduling=True)
+    drafting = core.scheduler.drafting
+    assert isinstance(drafting, HostDrafting)
+    if not found:
+        drafting._proposer.propose = lambda slot, tokens, most: NOTHING  # type: ignore[method-assign]
+    drafting.adaptation.looked = drafting.adaptation.proposed = lambda seconds: None  # type: ignore
+    look, waits = drafting.look_ahead, [0, 0]
+
+    def counted(in_flight: bool) -> bool:
+        waits[in_flight] += look(in_flight)
+        return drafting.alone
+
+    drafting.look_ahead = counted  # type: ignore[method-assign]
+    core.add(sim.request("r", [1, 2, 3], 150))
+    outputs = sim.run(core)
+    assert sim.tokens_of(outputs["r"]) == sim.expected([1, 2, 3], 150)
+    stats = core.stats()
+    if found:
+        assert waits[True] > 20 and stats.num_steps < 110
+    else:
+        assert waits[True] == 0 and stats.num_steps == 150
