@@ -208,7 +208,7 @@ def test_requests_that_wait_get_blocks_in_which_nobody_drafts_any_more(monkeypat
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.draft_blocks_given_back) == (1, 1, 0)
     assert stats.draft_blocks >= 8
-    monkeypatch.setattr(type(drafting), "_choose", lambda self, slots, able, known: 0 * known)
+    monkeypatch.setattr(type(drafting), "_choose", lambda self, slots, able, known, others: 0 * known)
     for _ in range(4 + 16):
         core.step()
         if core.stats().num_running == 2:

@@ -117,7 +117,7 @@ def test_requests_whose_drafts_do_not_pay_are_left_alone_for_a_while(monkeypatch
     watch, followed = Watch(monkeypatch), []
     enough = [0, 0, 0, 2]  # what pays, over and over
 
-    def choose(self: Any, slots: np.ndarray, able: np.ndarray, known: np.ndarray) -> np.ndarray:
+    def choose(self: Any, slots: np.ndarray, able: np.ndarray, known: np.ndarray, _: int) -> np.ndarray:
         return able * enough[len(followed) // 7 % len(enough)]
 
     plan_next = head_drafting.HeadDrafting.plan_next

@@ -117,3 +117,15 @@ def test_what_a_head_took_to_be_recorded_is_not_taken_off_the_next_step() -> Non
         if step > 2:
             curve = drafting.adaptation.times.curve(1, 1)
             assert curve is not None and curve[0] == pytest.approx(PLAIN)
+
+
+@pytest.mark.parametrize(("able", "drafts"), [(8, 0), (4, 1), (2, 2), (1, 4)])
+def test_rows_of_requests_that_are_not_drafted_for_count(able: int, drafts: int) -> None:
+    """Eight requests, and steps of twelve rows at most: others' rows are among these, too."""
+    slots: Any = SimpleNamespace(
+        num_tokens=np.full(8, 50), max_total=np.full(8, 1000), on_enter=[], on_leave=[]
+    )
+    drafting = WorkerDrafting(None, slots, MOST, False, 12, 64, 1 << 29)  # type: ignore[arg-type]
+    chosen = np.arange(8) < able
+    counts = drafting._counts(np.arange(8), chosen, np.full(8, 50), 8)
+    assert counts.tolist() == (chosen * drafts).tolist()

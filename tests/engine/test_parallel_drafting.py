@@ -26,7 +26,7 @@ def choose(drafting: WorkerDrafting, plain: float, per_row: float, odds: float) 
         drafting.adaptation.acceptance.judged(slots, slots, np.array([8]), np.array([stood]))
     able, known = np.array([True]), np.array([20])
     drafting.slots.max_total[0] = 200
-    return int(drafting._choose(np.array([0]), able, known)[0])
+    return int(drafting._choose(np.array([0]), able, known, 1)[0])
 
 
 @pytest.mark.parametrize("kind", [WorkerDrafting, ParallelDrafting])
