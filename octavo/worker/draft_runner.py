@@ -45,6 +45,8 @@ class DraftRunner(DraftTables):
         super().__init__(groups, pages, runner, max_rows=max_rows, **sizes)
         self._model, self.max_rows = model, max_rows
         self.recorded = RecordedSteps(model, self.batch, self.kv_caches) if records else None
+        if self.recorded is not None:
+            runner.recorders.append(self.recorded)
 
     def set_computed(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
         """See `DraftForward`."""

@@ -21,6 +21,7 @@ from octavo.sampling.verifier import Verifier, VerifyOutput
 from octavo.speculative.confidence import Drafted
 from octavo.step_messages import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from octavo.worker.device_timer import DeviceTimer
+from octavo.worker.graph_recorder import GraphRecorder
 from octavo.worker.graphs import DecodeGraphs
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.recorded_steps import RecordedSteps
@@ -64,6 +65,9 @@ class ModelRunner:
 
     Invariant: everything a step reads is on the device before it is launched, or was put there by a
     step before it on the same stream.
+
+    Attributes:
+        recorders: all that record work for a step or its drafts; those of drafts enter themselves.
     """
 
     def __init__(
@@ -92,11 +96,15 @@ class ModelRunner:
         self.link = None if link is None else link(self.batch)
         self.sampling = SamplingState(max_num_seqs, vocab_size, max_model_len, device)
         self.verifier = Verifier(Sampler(self.sampling), synthetic_acceptance)
+        self.recorders: list[GraphRecorder | RecordedSteps] = []
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
             self.verdicts = Verdicts(self.batch, self.verifier, self.graphs.recorder, max_drafts)
+            self.recorders.append(self.graphs.recorder)
         self.recorded = RecordedSteps(model, self.batch, kv_caches) if records else None
+        if self.recorded is not None:
+            self.recorders.append(self.recorded)
         self._transfer = TokenTransfer(max_num_seqs * (2 + max_drafts), device)
         self._lending = Lending() if device.type == "cpu" else None
         self.draft: StepDrafter | None = None
@@ -116,13 +124,15 @@ class ModelRunner:
             raise
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step, and tell of it whether a graph was recorded for it or for its drafts."""
-        recorder = None if self.graphs is None else self.graphs.recorder
-        before = 0 if recorder is None else recorder.count
+        """Launch a step, and tell of it whether anything was recorded for it or for its drafts."""
+        before = self._num_recorded
         launched = self._execute(plan)
-        if recorder is not None and recorder.count > before:
-            launched.recorded = True
+        launched.recorded = self._num_recorded > before
         return launched
+
+    @property
+    def _num_recorded(self) -> int:
+        return sum(recorder.count for recorder in self.recorders)
 
     def _execute(self, plan: StepPlan) -> LaunchedStep:
         self.batch.apply(plan)
@@ -135,7 +145,6 @@ class ModelRunner:
         hidden: torch.Tensor | None = None
         logits: torch.Tensor | None
         timer: DeviceTimer | None = None
-        fresh = False
         if self.graphs is not None and padding is not None:
             timer = self._receive()
             rows, greedy = self.graphs.run(inputs)
@@ -156,7 +165,6 @@ class ModelRunner:
             timer, begin = self._receive(), time.perf_counter()
             if self.recorded is not None and self.recorded.takes(plan, inputs):
                 logits = self.recorded.run(inputs)
-                fresh = self.recorded.fresh
             else:
                 hidden, logits = self._forward(plan, inputs)
             self.forward_seconds += time.perf_counter() - begin
@@ -174,18 +182,18 @@ class ModelRunner:
 
             @torch.inference_mode()
             def draw(masks: TokenMasks) -> VerifyOutput:
+                before = self._num_recorded
                 sampled = self._sample(plan, inputs, rows, masks)
                 self._pass_on(sampled, launched, None)
                 self._draft_after(plan, inputs, sampled, launched)
+                launched.recorded |= self._num_recorded > before
                 return sampled
 
             launched = LaunchedStep(plan, inputs.sample_requests, draw, packed, self._transfer)
-            launched.recorded = fresh
             self._pass_on(None, launched, timer)
             return launched
         sampled = self._sample(plan, inputs, rows)
         launched = LaunchedStep(plan, inputs.sample_requests, sampled, packed, self._transfer)
-        launched.recorded = fresh
         self._pass_on(sampled, launched, timer)
         self._draft_after(plan, inputs, sampled, launched)
         return launched

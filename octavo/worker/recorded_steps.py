@@ -29,7 +29,7 @@ class RecordedSteps:
     on without.
 
     Attributes:
-        fresh: whether the last step that was run was recorded, too, for which it took longer.
+        count: steps that were recorded, too, when they were run, for which they took longer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RecordedSteps:
         self._kv_caches = kv_caches
         self._recorded: dict[int, tuple[Recording, torch.Tensor, Sequence[torch.Tensor]]] = {}
         self._refused = False
-        self.fresh = False
+        self.count = 0
         self._memory = StepMemory()
 
     @property
@@ -70,11 +70,11 @@ class RecordedSteps:
         that is recorded overwrites them."""
         rows = len(inputs.token_ids)
         recorded = self._recorded.get(rows)
-        self.fresh = recorded is None
         if recorded is not None:
             recording, logits, self._model.aux_states = recorded
             recording.replay()
             return logits
+        self.count += 1
         logits, recording = record(lambda: self._forward(inputs), self._memory)
         if recording.problem is None:
             self._recorded[rows] = recording, logits, self._model.aux_states

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,10 +11,15 @@ from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import lending, ops
 from octavo.kernels.cpu.lending import Lending
 from octavo.kernels.cpu.recording import Recording
+from octavo.kernels.cpu.step_memory import StepMemory
 from octavo.models.llama import LlamaForCausalLM
+from octavo.step_messages import StepPlan, StepResult
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.worker import model_runner, recorded_steps
+from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.recorded_steps import RecordedSteps
 from tests import tiny
+from tests.engine.speculative_methods import drafted
 
 if not ops.available():
     pytest.skip("no CPU kernels", allow_module_level=True)
@@ -115,3 +122,39 @@ def test_enforce_eager_records_nothing(replays: list[int]) -> None:
     with LLM(str(tiny.checkpoint("qwen3")), num_threads=1, enforce_eager=True, **SETTINGS) as llm:
         outputs = llm.generate(tiny.PROMPTS[:1], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == tiny.greedy("qwen3", 0) and not replays
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_results_tell_of_recordings(method: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the target's and of the draft's, whose times say little of later steps; also where drafts are made
+    with a step's masks, after it was launched."""
+    launch, wait, record = ModelRunner.execute, LaunchedStep.wait, recorded_steps.record
+    step, told = 0, set()
+    owners: dict[int, set[StepMemory]] = {}  # of what was recorded in each step
+
+    def launching(self: ModelRunner, plan: StepPlan) -> LaunchedStep:
+        nonlocal step
+        step = plan.step_id
+        return launch(self, plan)
+
+    def waiting(self: LaunchedStep) -> StepResult:
+        result = wait(self)
+        told.update([self._plan.step_id] if result.recorded else [])
+        return result
+
+    def recording(work: Callable[[], torch.Tensor], memory: StepMemory) -> tuple[torch.Tensor, Recording]:
+        owners.setdefault(step, set()).add(memory)
+        return record(work, memory)
+
+    monkeypatch.setattr(ModelRunner, "execute", launching)
+    monkeypatch.setattr(LaunchedStep, "wait", waiting)
+    monkeypatch.setattr(recorded_steps, "record", recording)
+    params = [GREEDY.clone(max_tokens=16)] * 3
+    if masked:  # nothing is drafted for it, but for the others
+        form = StructuredOutputsParams(regex="[a-z ]{30,60}")
+        params[0] = params[0].clone(ignore_eos=False, structured_outputs=form)
+    with drafted(method, num_threads=1, skip_tokenizer_init=False) as llm:
+        llm.generate(tiny.PROMPTS, params, use_tqdm=False)
+    assert told == set(owners) and step > len(told) > 1
+    assert len(set.union(*owners.values())) == (2 if method == "draft_model" else 1)
