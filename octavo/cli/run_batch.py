@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,42 +101,52 @@ async def _run(
     total: int,
 ) -> BatchCounts:
     from octavo.async_llm import AsyncLLM
-    from octavo.server.batch import run_batch
+    from octavo.server.batch import BatchCounts, requests_left, run_batch
     from octavo.server.service import Service
 
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    counts = BatchCounts()
+    requests = requests_left(source, output, server_config.max_request_bytes, counts)
+    first = next(requests, None)
+    if first is None:  # nothing that a model is needed for
+        return counts
     engine = await AsyncLLM.create(engine_config)
     service = Service(engine, server_config)
     concurrency = args.max_concurrency or 2 * engine_config.max_num_seqs
     try:
-        with _progress(total, args.disable_tqdm) as show:
+        with _progress(total, counts, args.disable_tqdm) as show:
 
-            def on_result(counts: BatchCounts) -> None:
-                show(counts, engine.stats().generation_tokens)
+            def on_result() -> None:
+                show(engine.stats().generation_tokens)
 
-            return await run_batch(service, source, output, concurrency, on_result)
+            left = itertools.chain([first], requests)
+            await run_batch(service, left, output, concurrency, counts, on_result)
+            on_result()  # lines after the last answer
+            return counts
     finally:
         service.close()
         await engine.shutdown(0.0)
 
 
 @contextlib.contextmanager
-def _progress(total: int, disable: bool) -> Iterator[Any]:
+def _progress(total: int, counts: BatchCounts, disable: bool) -> Iterator[Callable[[int], None]]:
+    """A bar; yields what brings it up to date with the counts, given how many tokens were generated."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc="Lines", unit="line", dynamic_ncols=True, disable=disable) as bar:
+    options: dict[str, Any] = dict(desc="Lines", unit="line", dynamic_ncols=True, disable=disable)
+    with tqdm(total=total, initial=counts.lines, **options) as bar:
 
-        def show(counts: BatchCounts, generated: int) -> None:
+        def show(generated: int) -> None:
             seconds = bar.format_dict["elapsed"] or 1e-9
             trouble = counts.refused + counts.failed
             bar.set_postfix_str(
                 f"{generated / seconds:.1f} output tokens/s" + (f", {trouble} errors" if trouble else ""),
                 refresh=False,
             )
-            bar.update()
+            bar.update(counts.lines - bar.n)
 
         yield show
 

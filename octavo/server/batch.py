@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class BatchCounts:
     resumed: int = 0
     changed: int = 0
 
+    @property
+    def lines(self) -> int:
+        return self.answered + self.refused + self.failed + self.resumed
+
 
 def read_lines(path: Path) -> Iterator[InputLine]:
     """The lines of an input file.
@@ -91,25 +95,55 @@ def read_lines(path: Path) -> Iterator[InputLine]:
         raise ConfigError(f"input file {str(path)!r} cannot be read: {error.strerror}") from None
 
 
+def requests_left(
+    source: Path, output: BatchOutput, max_request_bytes: int, counts: BatchCounts
+) -> Iterator[tuple[InputLine, BatchRequest]]:
+    """The lines of `source` that have no result in `output` and need an engine for one.
+
+    On the way to each, those before it are counted that an earlier run did, and those that are no request get
+    their result.
+
+    Raises:
+        ConfigError: a file that cannot be read or written.
+    """
+    first_line: dict[str, int] = {}
+    for line in read_lines(source):
+        if line.id in output.line_ids:
+            counts.resumed += 1
+            _note_id(line, first_line)
+            continue
+        try:
+            request = _parse(line, first_line, max_request_bytes)
+        except ApiError as error:
+            output.write(BatchResult(line.id, _custom_id(line), None, _as_batch_error(error)))
+            counts.refused += 1
+            continue
+        if request.custom_id in output.custom_ids:
+            counts.resumed += 1
+            counts.changed += 1
+            continue
+        yield line, request
+
+
 async def run_batch(
     service: Service,
-    source: Path,
+    requests: Iterable[tuple[InputLine, BatchRequest]],
     output: BatchOutput,
     max_concurrency: int,
-    on_result: Callable[[BatchCounts], None] = lambda counts: None,
-) -> BatchCounts:
-    """Answer every line of `source` that has no result in `output` yet; results are written as they finish.
+    counts: BatchCounts,
+    on_result: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer requests (as `requests_left` finds them); results are written as they finish.
 
     Args:
         max_concurrency: most lines under way at once.
-        on_result: called after each line, and for each that an earlier run did.
+        counts: of the run.
+        on_result: called after each answer.
 
     Raises:
         ConfigError: a file that cannot be read or written.
         EngineDeadError: the engine ended; lines without a result are left for the next run.
     """
-    counts = BatchCounts()
-    first_line: dict[str, int] = {}
     room = asyncio.Semaphore(max_concurrency)
     tasks: set[asyncio.Task[None]] = set()
     failures: list[BaseException] = []
@@ -123,7 +157,7 @@ async def run_batch(
         else:
             counts.refused += result.response.status_code < 500
             counts.failed += result.response.status_code >= 500
-        on_result(counts)
+        on_result()
 
     def ended(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
@@ -132,24 +166,7 @@ async def run_batch(
             failures.append(error)
 
     try:
-        for line in read_lines(source):
-            if line.id in output.line_ids:
-                counts.resumed += 1
-                _note_id(line, first_line)
-                on_result(counts)
-                continue
-            try:
-                request = _parse(line, first_line, service.config.max_request_bytes)
-            except ApiError as error:
-                output.write(BatchResult(line.id, _custom_id(line), None, _as_batch_error(error)))
-                counts.refused += 1
-                on_result(counts)
-                continue
-            if request.custom_id in output.custom_ids:
-                counts.resumed += 1
-                counts.changed += 1
-                on_result(counts)
-                continue
+        for line, request in requests:
             await room.acquire()
             if failures:
                 room.release()
@@ -166,7 +183,6 @@ async def run_batch(
         await asyncio.gather(*left, return_exceptions=True)
     if failures:
         raise failures[0]
-    return counts
 
 
 def _custom_id(line: InputLine) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.cli.main import main
 from tests import tiny
 
@@ -121,6 +121,32 @@ def test_a_run_that_is_ended_resumes_and_leaves_no_process(model, tmp_path):
     found = results(target)
     assert sorted(r["custom_id"] for r in found) == sorted(f"r{i}" for i in range(16))
     assert all(r["response"]["body"]["usage"]["completion_tokens"] == 100 for r in found)
+
+
+def test_no_model_is_loaded_for_what_needs_none(model, tmp_path, capsys, monkeypatch):
+    lines = requests(3)
+    source, target = write(tmp_path, lines[:2])
+    argv = ["run-batch", "-i", str(source), "-o", str(target), *SETTINGS, "--model"]
+    assert main([*argv, model]) == 0
+    before = results(target)
+
+    def load(*_: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncLLM, "create", load)
+        assert main([*argv, model]) == 0
+        assert capsys.readouterr().err.endswith("octavo: 0 answered, 2 done by an earlier run\n")
+        changed = lines[0] | {"url": "/v1/chat/completions"}
+        write(tmp_path, [{"custom_id": "bad"}, changed, lines[1]])
+        assert main([*argv, model]) == 0
+        told = capsys.readouterr().err
+        assert "octavo: 0 answered, 1 refused, 2 done by an earlier run; 1 of these have changed" in told
+    found = results(target)
+    assert found[:2] == before and [r["custom_id"] for r in found[2:]] == ["bad"]
+    write(tmp_path, [*lines[:2], lines[2]])
+    assert main([*argv, model]) == 0
+    assert capsys.readouterr().err.endswith("octavo: 1 answered, 2 done by an earlier run\n")
 
 
 @pytest.mark.parametrize(

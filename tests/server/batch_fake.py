@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from octavo.errors import OctavoError
-from octavo.server.batch import BatchCounts, run_batch
+from octavo.server.batch import BatchCounts, requests_left, run_batch
 from octavo.server.batch_output import BatchOutput
 from octavo.server.config import ServerConfig
 from octavo.server.service import Service
@@ -18,15 +18,17 @@ from tests.server.fakes import FakeEngine
 
 
 async def main(source: str, target: str, delay: str, die_after: str = "0") -> BatchCounts:
-    engine = FakeEngine(delay=float(delay))
+    engine, counts = FakeEngine(delay=float(delay)), BatchCounts()
 
-    def on_result(counts: BatchCounts) -> None:
+    def on_result() -> None:
         if int(die_after) and counts.answered >= int(die_after):
             engine.dead.set()
 
     with BatchOutput(Path(target)) as output:
         service = Service(engine, ServerConfig(served_model_name=["m"]))  # type: ignore[arg-type]
-        return await run_batch(service, Path(source), output, 4, on_result)
+        requests = requests_left(Path(source), output, service.config.max_request_bytes, counts)
+        await run_batch(service, requests, output, 4, counts, on_result)
+    return counts
 
 
 if __name__ == "__main__":

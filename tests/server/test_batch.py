@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.server.batch import BatchCounts, run_batch
+from octavo.server.batch import BatchCounts, requests_left, run_batch
 from octavo.server.batch_output import BatchOutput
 from octavo.server.config import ServerConfig
 from octavo.server.service import Service
@@ -48,11 +48,14 @@ def run(files: tuple[Path, Path], engine: FakeEngine | None = None, **settings: 
     async def main() -> BatchCounts:
         settings.setdefault("served_model_name", ["m"])
         service = Service(engine or FakeEngine(), ServerConfig(**settings))  # type: ignore[arg-type]
+        counts = BatchCounts()
         with BatchOutput(files[1]) as output:
+            requests = requests_left(files[0], output, service.config.max_request_bytes, counts)
             try:
-                return await run_batch(service, files[0], output, 3)
+                await run_batch(service, requests, output, 3, counts)
             finally:
                 service.close()
+        return counts
 
     return asyncio.run(main())
 
