@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -77,10 +77,6 @@ class WeightScheme:
             return "FP8_DYNAMIC" if self.activations.dynamic else "FP8"
         computed = "A16" if self.activations is None else "A8"
         return f"W{self.bits}{computed}" + ("" if self.symmetric else "_ASYM")
-
-    def weight_only(self) -> WeightScheme:
-        """The same matrix with activations as they are."""
-        return replace(self, activations=None)
 
 
 @dataclass(frozen=True)

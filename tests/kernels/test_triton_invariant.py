@@ -13,6 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from octavo.kernels.triton import invariant_attention as kernels
 from octavo.kernels.triton import invariant_linear as linear
 from octavo.kv.format import KVFormat
@@ -151,13 +154,28 @@ def test_a_model_computes_the_same_in_any_batch(small_chunks: None) -> None:
         torch.testing.assert_close(got, close, atol=1e-4, rtol=1e-4)
 
 
+@triton.jit
+def _note_lengths(positions_ptr, lengths_ptr, WINDOW: tl.constexpr, MIN: tl.constexpr, MAX: tl.constexpr):
+    i = tl.program_id(0)
+    length = kernels.chunk_length(tl.load(positions_ptr + i), WINDOW, MIN, MAX)
+    tl.store(lengths_ptr + i, length)
+
+
 def test_chunks_grow_with_the_position() -> None:
     """A row's chunks are a matter of its own position; contexts of any length have at most `MAX_CHUNKS`."""
-    lengths = [kernels.chunk_length(p) for p in range(0, 1 << 18, 64)]
+
+    def lengths_at(positions: list[int], window: int = 0) -> list[int]:
+        at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+        lengths, most = torch.zeros_like(at), kernels.MAX_CHUNKS
+        _note_lengths[(len(at),)](at, lengths, window, kernels.MIN_CHUNK, most)
+        return lengths.tolist()
+
+    positions = list(range(511, 1 << 18, 512))
+    lengths = lengths_at(positions)
     assert lengths[0] == 512 and lengths == sorted(lengths)
-    assert all(-(-(64 * i + 64) // n) <= kernels.MAX_CHUNKS for i, n in enumerate(lengths))
-    assert kernels.chunk_length(16383) == 512 and kernels.chunk_length(16384) == 1024
-    assert kernels.chunk_length(1 << 20, window=4096) == 512
+    assert all(-(-(p + 1) // n) <= kernels.MAX_CHUNKS for p, n in zip(positions, lengths, strict=True))
+    assert lengths_at([0, 16383, 16384]) == [512, 512, 1024]
+    assert lengths_at([1 << 20], window=4096) == [512]
 
 
 def test_plans_split_what_would_leave_multiprocessors_idle() -> None:

@@ -23,6 +23,17 @@ HEADS += [(5, 1, 112), (3, 3, 192), (16, 1, 256), (7, 1, 128)]
 CONTEXTS, ROWS = [1, 17, 300, 1300, 130, 64, 513], [1, 17, 5, 1, 90, 1, 3]
 
 
+def paged_attention(
+    q, cache, starts, lens, table, scale, window, out, softcap=None, cache_type=None, kv_scale=None
+):
+    """`ops.attend` for arguments of any one call."""
+    heads, kv_heads, block_size, dim = q.shape[1], cache.shape[2], cache.shape[3], q.shape[2]
+    kind = cache_type or ops.type_of_cache(cache)
+    shape = ops.attention_shape(heads, kv_heads, dim, block_size, scale, window, q.dtype, kind, softcap)
+    ops.attend(shape, ops.attention_batch(starts, lens, table), q, cache, out, kv_scale)
+    return out
+
+
 class Batch:
     """A batch whose cache holds NaN wherever no token of it lies."""
 
@@ -158,7 +169,7 @@ def test_result_depends_on_neither_threads_nor_neighbours():
     for i, context in enumerate(CONTEXTS):
         rows = slice(starts[i], starts[i + 1])
         out = torch.full_like(batch.q[rows], NAN)
-        ops.paged_attention(
+        paged_attention(
             batch.q[rows],
             batch.cache,
             torch.tensor([0, ROWS[i]], dtype=torch.int32),
@@ -193,7 +204,7 @@ def test_rows_do_not_depend_on_the_rows_beside_them(heads, kv_heads, dim, window
         lens = torch.tensor([last], dtype=torch.int32)
         out = torch.full((last - first, heads, dim), NAN)
         scale = dim**-0.5
-        return ops.paged_attention(
+        return paged_attention(
             q[first:last], cache, starts, lens, table, scale, window, out, softcap, cache_type, kv_scale
         )
 
@@ -211,7 +222,7 @@ def test_padding_rows_are_left_alone():
     padded = torch.cat([batch.q, torch.full((5, 9, 64), NAN)])
     out = torch.full_like(padded, 3.0)
     meta = batch.meta
-    ops.paged_attention(
+    paged_attention(
         padded, batch.cache, meta.query_start, meta.seq_lens, meta.block_table, batch.scale, None, out
     )
     close(out[:-5], batch.expected())

@@ -389,7 +389,13 @@ def attend(
     out: torch.Tensor,
     kv_scale: torch.Tensor | None = None,
 ) -> None:
-    """`paged_attention` with prepared constants: what a layer calls each step. Checks no shapes."""
+    """Causal attention of a ragged batch over a paged cache, read where it lies. Checks no shapes.
+
+    Args:
+        q: `[rows, heads, head_dim]`; request i's rows are the last of its context.
+        cache, kv_scale: as for `write_kv`; the cache already holds these rows' K and V.
+        out: like `q`; rows that no request owns are left alone.
+    """
     status = (_lib or library()).octavo_paged_attention(
         ctypes.addressof(shape),
         ctypes.addressof(batch),
@@ -402,49 +408,6 @@ def attend(
     )
     if status:
         raise RuntimeError(f"paged attention refused its arguments (status {status})")
-
-
-def paged_attention(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    out: torch.Tensor,
-    softcap: float | None = None,
-    cache_type: str | None = None,
-    kv_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of a ragged batch over a paged cache, read where it lies.
-
-    Args:
-        q: `[rows, heads, head_dim]`; request i's rows are the last of its context.
-        cache: as for `write_kv`, already holding these rows' K and V.
-        query_start: int32 `[n + 1]`, first row of each request.
-        seq_lens: int32 `[n]`, context lengths.
-        block_table: int32 `[n, max_blocks]`.
-        scale: factor of the scores.
-        sliding_window: a row sees itself and the `sliding_window - 1` tokens before it; None: all.
-        out: like `q`; rows that no request owns are left alone.
-        softcap: scores become `softcap * tanh(scores / softcap)`; None: they stay.
-        cache_type, kv_scale: as for `write_kv`.
-
-    Returns:
-        `out`.
-    """
-    _, heads, head_dim = q.shape
-    kv_heads = cache.shape[2]
-    kind = cache_type or type_of_cache(cache)
-    block_size = _block_size(cache, kv_heads, head_dim, kind)
-    if out.dtype is not q.dtype:
-        raise differ(q, out)
-    shape = attention_shape(
-        heads, kv_heads, head_dim, block_size, scale, sliding_window, q.dtype, kind, softcap
-    )
-    attend(shape, attention_batch(query_start, seq_lens, block_table), q, cache, out, kv_scale)
-    return out
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,9 @@ _EMPTY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _chunk_length(position, WINDOW: tl.constexpr, MIN: tl.constexpr, MAX: tl.constexpr):
-    """See `chunk_length`."""
+def chunk_length(position, WINDOW: tl.constexpr, MIN: tl.constexpr, MAX: tl.constexpr):
+    """Positions of a chunk of the context of the row at `position`: MIN doubled until MAX of it hold what the
+    row sees."""
     seen = position + 1
     if WINDOW > 0:
         seen = tl.minimum(seen, WINDOW)
@@ -194,7 +195,7 @@ def _invariant_attention_kernel(
         whole = 0
     if CHUNKED:
         # The same for all rows of a tile: it changes at multiples of MIN * MAX, which are such of TILE_ROWS.
-        length = _chunk_length(tile_pos, WINDOW, MIN, MAX)
+        length = chunk_length(tile_pos, WINDOW, MIN, MAX)
         first_chunk = low // length
         chunks = tl.cdiv(end, length)
         if SPLIT:
@@ -299,7 +300,7 @@ def _merge_chunks_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first_pos - WINDOW + 1, 0)
-    length = _chunk_length(tile_pos, WINDOW, MIN, MAX)
+    length = chunk_length(tile_pos, WINDOW, MIN, MAX)
     chunks = tl.cdiv(position + 1, length) - low // length
     one = tl.arange(0, 1)
     dims = tl.arange(0, BLOCK_D)
@@ -326,13 +327,6 @@ def _merge_chunks_kernel(
 
 _invariant_attention = Launcher(_invariant_attention_kernel, overlap=True, enable_fp_fusion=False)
 _merge_chunks = Launcher(_merge_chunks_kernel, overlap=True, enable_fp_fusion=False)
-
-
-def chunk_length(position: int, window: int | None = None) -> int:
-    """Positions of a chunk of the context of the row at `position`: `MIN_CHUNK` doubled until `MAX_CHUNKS`
-    of it hold what the row sees."""
-    seen = position + 1 if window is None else min(position + 1, window)
-    return max(MIN_CHUNK, power_of_2(ceil_div(seen, MAX_CHUNKS)))
 
 
 @dataclass(frozen=True)
