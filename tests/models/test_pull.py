@@ -131,13 +131,3 @@ def test_cache_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(ModelError, match="cannot write.*OCTAVO_CACHE"):
         pull.pull_default(progress=False)
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert pull.cache_folder() == tmp_path / "cache" / "models"
-    monkeypatch.delenv("OCTAVO_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert pull.cache_folder() == tmp_path / "xdg" / "octavo" / "models"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert pull.cache_folder() == tmp_path / "home" / ".cache" / "octavo" / "models"

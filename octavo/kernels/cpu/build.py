@@ -19,6 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from octavo.kernels.cache_folder import cache_folder
 from octavo.kernels.cpu.signatures import declare
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,6 @@ BUILD_TIMEOUT = 900  # seconds for one file: a minute on a core of its own, many
 
 class BuildError(RuntimeError):
     """The library could not be built or loaded; the message says why, in one line."""
-
-
-def cache_dir() -> Path:
-    """Folder of built kernels: `kernels` in $OCTAVO_CACHE, or in `octavo` of the user's cache folder."""
-    if own := os.environ.get("OCTAVO_CACHE"):
-        return Path(own) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "octavo" / "kernels"
 
 
 def find_compiler() -> str:
@@ -92,7 +85,7 @@ def library_path(compiler: str) -> Path:
         digest.update(part.encode() + b"\0")
     for source in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return cache_dir() / digest.hexdigest()[:20] / "octavo_cpu.so"
+    return cache_folder("kernels") / digest.hexdigest()[:20] / "octavo_cpu.so"
 
 
 def build() -> Path:
