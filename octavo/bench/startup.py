@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import octavo
 from octavo import errors
 from octavo.bench.bounds import at_least
 from octavo.bench.report import Row, table
 from octavo.bench.statistics import describe
+from octavo.child_environment import child_environment
 from octavo.errors import ConfigError, OctavoError
 
 CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -78,13 +77,11 @@ def measure_startup(
 
 
 def _start(wanted: dict[str, Any], caches: dict[str, str], cold: bool) -> Start:
-    package = str(Path(octavo.__file__).parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     events: dict[str, tuple[float, dict[str, Any]]] = {}
     begin = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "octavo.bench.first_token"],
-        env={**os.environ, **caches, "PYTHONPATH": path},
+        env=child_environment(**caches),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

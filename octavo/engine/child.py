@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import octavo
+from octavo.child_environment import child_environment
 
 
 def start_child(
@@ -27,13 +25,11 @@ def start_child(
         The process, and this side's end.
     """
     ours, theirs = socket.socketpair()
-    package = str(Path(octavo.__file__).parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", *module, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *keep],
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals for the front end's group are the front end's to handle
         )

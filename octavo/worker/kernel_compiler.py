@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+from octavo.child_environment import child_environment
 from octavo.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,9 @@ class KernelCompiler:
             config: the engine's settings.
             stamp: a file that it writes when all that it foresaw is in Triton's cache.
         """
-        package = str(Path(octavo.__file__).parent.parent)
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "octavo.worker.compile_ahead"],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=child_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
