@@ -174,7 +174,8 @@ class EngineConfig:
     max_num_seqs: int = setting(256, "Most requests that run at once.", low=1, high=8192)
     max_num_batched_tokens: int | None = setting(
         None,
-        "Most tokens computed in one step; by default 8192 on a GPU and 2048 on a CPU.",
+        "Most tokens computed in one step; by default 8192 on a GPU and 2048 on a CPU, of an encoder 16384 "
+        "and 1024.",
         low=1,
         unit="tokens",
     )

@@ -38,7 +38,7 @@ from octavo.worker.device import DTYPES, choose_dtype, choose_kv_dtype, choose_q
 from octavo.worker.draft_loading import draft_settings
 from octavo.worker.graphs import graph_sizes
 from octavo.worker.recorded_steps import MOST_ROWS
-from octavo.worker.sizes import wanted_length
+from octavo.worker.sizes import most_step_rows, wanted_length
 
 # What a CUDA context and PyTorch's libraries take of a card before anything is loaded.
 _CONTEXT = 600 * budget.MIB
@@ -231,7 +231,7 @@ class Planner:
         wanted = self._length(config)
         if request_len is not None and request_len > wanted:
             raise ConfigError(f"request_len={request_len} is beyond max_model_len={wanted}: lower it")
-        rows = config.max_num_batched_tokens or (8192 if machine.kind == "cuda" else 2048)
+        rows = most_step_rows(config, machine.kind)
         kv_dtype = choose_kv_dtype(config, self.model, quantization)
         shapes = self._build(config, dtype, wanted, layout.tensor, kv_dtype)
         with machine.assumed():

@@ -23,6 +23,7 @@ from octavo.step_messages import ModelFacts
 from octavo.worker.batch_invariance import check_batch_invariant
 from octavo.worker.device import DTYPES, choose_device, choose_dtype, set_threads
 from octavo.worker.device_errors import noticing_death
+from octavo.worker.sizes import wanted_length
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,7 @@ class EncoderWorker:
             )
         self.pooling_type = settings.pooling_type
         dtype = choose_dtype(config.dtype, model_config, self.device)
-        length = config.max_model_len
-        most = min(model_config.context_length, settings.max_length or model_config.context_length)
-        if not isinstance(length, int):
-            length = most
-        elif length > model_config.context_length:
-            raise ConfigError(
-                f"max_model_len={length} is beyond the model's context of {model_config.context_length} "
-                "tokens: lower it"
-            )
+        length = wanted_length(config, model_config, settings)
         self.model = _load(config, source, DTYPES[dtype], self.device, model_config.extra)
         self.pad = int(getattr(self.model.config, "pad_token_id", None) or 0)
         budget = config.max_num_batched_tokens or (16384 if self.device.type == "cuda" else 1024)

@@ -1,4 +1,4 @@
-"""What is settled of a model's size before it is loaded: its context, and whether its weights fit."""
+"""What is settled of sizes before a model is loaded: its context, its steps, whether its weights fit."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def wanted_length(config: EngineConfig, model: ModelConfig, pooling: PoolingSett
     if asked > most:
         raise ConfigError(f"max_model_len={asked} is beyond the model's context of {most} tokens: lower it")
     return asked
+
+
+def most_step_rows(config: EngineConfig, device_type: str) -> int:
+    """The most tokens that a step computes, of a model that keeps a cache."""
+    return config.max_num_batched_tokens or (8192 if device_type == "cuda" else 2048)
 
 
 def check_size(

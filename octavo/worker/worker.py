@@ -65,7 +65,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.parking import ParkedTensors
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.pretended_gpu import gpu_facts
-from octavo.worker.sizes import check_size, wanted_length
+from octavo.worker.sizes import check_size, most_step_rows, wanted_length
 from octavo.worker.stage_link import StageLink
 from octavo.worker.stage_runner import StageRunner
 from octavo.worker.summary import describe
@@ -194,9 +194,7 @@ class Worker:
             config.quantization_strict,
         )
         wanted = wanted_length(config, self.model_config, self.pooling)
-        self.max_num_batched_tokens = config.max_num_batched_tokens or (
-            8192 if self.device.type == "cuda" else 2048
-        )
+        self.max_num_batched_tokens = most_step_rows(config, self.device.type)
         build = partial(
             build_model,
             self.model_config,
