@@ -27,19 +27,18 @@ from octavo.server.params import (
     output_form,
     sampling_params,
 )
-from octavo.server.protocol import (
+from octavo.server.protocol.answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
-    ChatMessage,
-    ChatRequest,
     Delta,
     FinishReason,
     Usage,
 )
+from octavo.server.protocol.requests import ChatMessage, ChatRequest
 from octavo.server.reasoning import Thinking
 from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text

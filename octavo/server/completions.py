@@ -19,14 +19,14 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.errors import bad_request
 from octavo.server.logprobs import LogprobStyle, completion_logprobs, prompt_logprobs
 from octavo.server.params import check_request, form_field, named_by, new_request_id, sampling_params
-from octavo.server.protocol import (
+from octavo.server.protocol.answers import (
     Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
-    CompletionRequest,
     Usage,
 )
+from octavo.server.protocol.requests import CompletionRequest
 from octavo.server.service import Service
 from octavo.server.streaming import DONE, AsgiResponse, EventStream, TextEvents, event, is_text
 from octavo.server.usage import UsageCount, stop_cause, stream_usage

@@ -8,7 +8,7 @@ import msgspec
 
 from octavo.server.errors import ApiError, bad_request
 from octavo.server.parsing import check_depth
-from octavo.server.protocol import ChatMessage, TemplateFields
+from octavo.server.protocol.requests import ChatMessage, TemplateFields
 from octavo.server.service import Service
 from octavo.server.text import ChatPrompt
 

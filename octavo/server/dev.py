@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from octavo.messages import SleepStatus
 from octavo.server.errors import bad_request
-from octavo.server.protocol import StatusResponse
+from octavo.server.protocol.answers import StatusResponse
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
 

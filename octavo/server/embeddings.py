@@ -17,14 +17,8 @@ from octavo.outputs import EmbeddingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.server.errors import bad_request
 from octavo.server.params import check_request_id, new_request_id
-from octavo.server.protocol import (
-    Embedding,
-    EmbeddingRequest,
-    EmbeddingResponse,
-    PromptTokensDetails,
-    ScoreRequest,
-    Usage,
-)
+from octavo.server.protocol.answers import Embedding, EmbeddingResponse, PromptTokensDetails, Usage
+from octavo.server.protocol.requests import EmbeddingRequest, ScoreRequest
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
 

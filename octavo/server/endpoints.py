@@ -34,28 +34,30 @@ from octavo.server.page.files import ASSETS, page_asset, page_index
 from octavo.server.page.info import ServerInfo, server_info
 from octavo.server.page.state import ServerState, server_state
 from octavo.server.params import check_request_id
-from octavo.server.protocol import (
+from octavo.server.protocol.answers import (
     ChatChunk,
     ChatCompletion,
-    ChatRequest,
     Completion,
     CompletionChunk,
-    CompletionRequest,
-    DetokenizeRequest,
     DetokenizeResponse,
-    EmbeddingRequest,
     EmbeddingResponse,
     LoadResponse,
     ModelCard,
     ModelList,
     PrefixCacheInfo,
     ProfileResponse,
-    ScoreRequest,
     ScoreResponse,
     StatusResponse,
-    TokenizeRequest,
     TokenizeResponse,
     VersionResponse,
+)
+from octavo.server.protocol.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    TokenizeRequest,
 )
 from octavo.server.responses.events import ResponseEvent
 from octavo.server.responses.handler import create_response, delete_response, read_response

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.outputs import PositionLogprobs
-from octavo.server.protocol import (
+from octavo.server.protocol.answers import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from octavo.errors import RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.errors import bad_request
-from octavo.server.protocol import ResponseFormat, SamplingFields
+from octavo.server.protocol.requests import ResponseFormat, SamplingFields
 from octavo.server.request_ids import MAX_ID_LENGTH, is_request_id
 from octavo.structured_outputs import StructuredOutputsParams, structured_outputs_from
 

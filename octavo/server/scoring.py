@@ -13,7 +13,8 @@ from octavo.pooling_params import PoolingParams
 from octavo.server.embeddings import embed_all, embedding_usage
 from octavo.server.errors import bad_request
 from octavo.server.params import check_request_id, new_request_id
-from octavo.server.protocol import Score, ScoreRequest, ScoreResponse
+from octavo.server.protocol.answers import Score, ScoreResponse
+from octavo.server.protocol.requests import ScoreRequest
 from octavo.server.service import Service
 from octavo.server.streaming import AsgiResponse
 

@@ -27,7 +27,8 @@ from octavo.server.metrics import Metrics, RequestRecord, cache_labels
 from octavo.server.otlp import check_endpoint
 from octavo.server.page.cache import Cached
 from octavo.server.params import named_by
-from octavo.server.protocol import SamplingFields, Synthetic
+from octavo.server.protocol.answers import Synthetic
+from octavo.server.protocol.requests import SamplingFields
 from octavo.server.responses.store import ResponseStore
 from octavo.server.text import TextService, Tokenizer
 from octavo.server.tracing import RequestTrace, RequestTracer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.protocol import PromptTokensDetails, StreamOptions, Usage
+from octavo.server.protocol.answers import PromptTokensDetails, Usage
+from octavo.server.protocol.requests import StreamOptions
 
 
 def stream_usage(options: StreamOptions | None, forced: bool) -> tuple[bool, bool]:

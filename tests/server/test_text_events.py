@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from octavo.server.protocol import ChatChunk, ChatChunkChoice, Delta
+from octavo.server.protocol.answers import ChatChunk, ChatChunkChoice, Delta
 from octavo.server.streaming import TextEvents, event
 from tests.server.conftest import Running
 

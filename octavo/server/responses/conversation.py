@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.server.errors import ApiError, bad_request
-from octavo.server.protocol import ChatMessage, ChatRequest, ContentPart, JsonSchemaFormat, ResponseFormat
+from octavo.server.protocol.requests import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    JsonSchemaFormat,
+    ResponseFormat,
+)
 from octavo.server.responses.protocol import (
     FunctionTool,
     InputItem,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from octavo.server.protocol import TokenLogprob
+from octavo.server.protocol.answers import TokenLogprob
 from octavo.server.responses.protocol import OutputItem, OutputText, ReasoningText, ResponseObject
 
 

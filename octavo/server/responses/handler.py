@@ -17,7 +17,7 @@ from octavo.sampling_params import RequestOutputKind
 from octavo.server.answer import AnswerDelta
 from octavo.server.chat import ChatJob, prepare_chat
 from octavo.server.errors import ApiError, as_api_error, bad_request
-from octavo.server.protocol import ChatMessage
+from octavo.server.protocol.requests import ChatMessage
 from octavo.server.responses.conversation import LOGPROBS, answer_message, as_chat, new_messages, renamed
 from octavo.server.responses.events import ResponseEvent
 from octavo.server.responses.protocol import (

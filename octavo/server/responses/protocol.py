@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, field
 
-from octavo.server.protocol import Synthetic, TokenLogprob
+from octavo.server.protocol.answers import Synthetic, TokenLogprob
 from octavo.server.tools.protocol import ToolName
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

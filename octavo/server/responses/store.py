@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from octavo.server.protocol import ChatMessage
+from octavo.server.protocol.requests import ChatMessage
 
 _OVERHEAD = 1024  # bytes that an entry takes besides its texts
 

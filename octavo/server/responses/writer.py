@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from octavo.server.protocol import TokenLogprob, Usage
+from octavo.server.protocol.answers import TokenLogprob, Usage
 from octavo.server.responses import events
 from octavo.server.responses.protocol import (
     FunctionCallItem,
