@@ -88,7 +88,6 @@ def test_memory_falls_and_tokens_stay(llm: LLM, decoded: list[str]) -> None:
     want, scores, cached = run(llm)
     assert cached == 0 and run(llm)[2] == 144 and len(set(want)) > 1
     assert decoded.count("recorded") == 1
-    assert llm.stats().graph_bytes > 0
     held = llm.facts.memory["weights"] + llm.facts.memory["kv_cache"]
     assert held > 400 << 20  # far above the slack
     allocated = torch.cuda.memory_allocated()
