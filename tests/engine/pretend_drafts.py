@@ -56,7 +56,7 @@ class Drafting(Reporting):
         self.valid = np.zeros(len(self.tokens), np.int64)
         # What drafts wrote, by draft block and place, and what the target had written in its pages till then.
         self.written: dict[int, tuple[tuple[int, ...], list[int]]] = {}
-        self.num_drafted = self.num_caught_up = 0
+        self.num_caught_up = 0
 
     def make_cache(self) -> _Counted:
         return _Counted(self.block_size)
@@ -93,7 +93,6 @@ class Drafting(Reporting):
             assert held == (tuple(text[: p + 1]), self._stamps(block)), "a draft read other KV"
         # Of drafts that don't stand nothing is left.
         self.valid[slot] = known
-        self.num_drafted += count
 
     def _at(self, slot: int, position: int) -> tuple[int, int]:
         block = int(self.draft_table[slot, position // self.block_size])
