@@ -4,12 +4,15 @@ Usage: python benchmarks/compile_gpu_kernels.py [--capability 90] [--only paged_
 
 Calls the kernels' own wrappers on CPU tensors with a stand-in for the driver, so that what is
 compiled is exactly what a launch would compile. Prints shared memory, registers and spills, and
-which matrix instructions and asynchronous copies are in the code; ends with 1 if one fails.
+which matrix instructions and asynchronous copies are in the code; ends with 1 if one fails, or if
+there is a kernel that no case launches.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -22,7 +25,9 @@ import triton
 from compile_cases import cases
 from compile_only import compile_only
 
-from octavo.kernels.triton import attention, invariant_attention
+from octavo.kernels import triton as kernels
+from octavo.kernels.triton import attention, invariant_attention, moe
+from octavo.kernels.triton.launch import Launcher
 
 # Shared memory of a multiprocessor by compute capability: it decides between tiles.
 _SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
@@ -49,6 +54,13 @@ def _report(compiled: Any) -> str:
     )
 
 
+def _left_out(launched: set[str]) -> list[str]:
+    """Kernels that are not among those that were launched."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    return sorted({launcher.kernel.__name__ for launcher in Launcher.all} - launched)
+
+
 def main() -> int:
     """Compiles all cases; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -60,7 +72,8 @@ def main() -> int:
     compiled = compile_only(args.capability)
     attention.shared_memory = lambda device: _SHARED_KIB[args.capability] << 10
     invariant_attention.program_memory = lambda device: (_SHARED_KIB[args.capability] - 1) << 10
-    failures = 0
+    moe._shared_memory = lambda device: (_SHARED_KIB[args.capability] - 1) << 10
+    failures, launched = 0, set()
     for name, call in cases():
         if args.only not in name:
             continue
@@ -73,9 +86,13 @@ def main() -> int:
             print(f"FAILED {name}: {type(error).__name__}: {error}")
             continue
         print(f"{name} ({time.perf_counter() - start:.1f} s)")
+        launched.update(kernel_name for kernel_name, _ in compiled)
         for kernel_name, kernel in compiled:
             print(f"    {kernel_name.strip('_'):22} {_report(kernel)}")
-    return 1 if failures else 0
+    left_out = [] if args.only or failures else _left_out(launched)
+    if left_out:
+        print(f"no case launches {', '.join(left_out)}")
+    return 1 if failures or left_out else 0
 
 
 if __name__ == "__main__":

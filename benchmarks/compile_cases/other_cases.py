@@ -11,6 +11,7 @@ import torch
 
 from octavo.kernels.triton import (
     activation,
+    batch,
     bitmask,
     block_copy,
     drafts,
@@ -19,7 +20,18 @@ from octavo.kernels.triton import (
     norm,
     peers,
     sampling,
+    scale_rows,
 )
+
+
+def _batch_kernels() -> None:
+    """A step's rows gathered, its blocks mapped and its tokens appended."""
+    longs, ints = torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
+    table, blocks = torch.zeros(5, 1024, dtype=torch.int32), torch.zeros(5, 64, dtype=torch.int32)
+    rows = (torch.zeros(24, dtype=torch.int32), torch.zeros(24, dtype=torch.int64))
+    batch.gather_rows(longs, ints, longs.clone(), table, *rows, longs.clone(), ints[:4].clone())
+    batch.map_blocks(longs, ints, longs, blocks, 16, 8, torch.zeros_like(blocks), rows[1])
+    batch.append_tokens(longs, longs, torch.zeros(4, 1, dtype=torch.int32), table)
 
 
 def _draft_kernels() -> None:
@@ -82,7 +94,12 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         ids = np.zeros(2, np.int32)
         found.append((f"block_copy out {piece}", functools.partial(copier.out, ids, ids)))
         found.append((f"block_copy into {piece}", functools.partial(copier.into, ids, ids)))
+    found.append(("batch", _batch_kernels))
     found.append(("drafts", _draft_kernels))
+    sums, scale = torch.empty(4, 4096, dtype=torch.int32), torch.empty(4096)
+    for bias in (None, weight):
+        scaled = functools.partial(scale_rows.scale_rows, sums, scale[:4], scale, bias, bf16)
+        found.append((f"scale_rows{'' if bias is None else ' bias'}", scaled))
     keys, temperature = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     wide_logits = torch.empty(4, 128256)
     found.append(("logsumexp", lambda: logprobs.logsumexp(wide_logits)))
