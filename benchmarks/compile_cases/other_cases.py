@@ -14,6 +14,7 @@ from octavo.kernels.triton import (
     batch,
     bitmask,
     block_copy,
+    copy_out,
     drafts,
     embedding,
     logprobs,
@@ -44,6 +45,13 @@ def _draft_kernels() -> None:
         drafts.judge_drafts(
             longs, ints, longs, longs, rows[0], stands, table, longs, tokens, ints[:4], longs.clone()
         )
+    drafts.stands_by_chance(
+        longs, longs, longs, longs, torch.zeros(5, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bool)
+    )
+    places = [longs.clone() for _ in range(4)]
+    drafts.begin_follow(longs, ints, longs, longs, ints[:4], longs, *places)
+    drafts.begin_chain(longs, longs, longs, longs, *places[:3])
+    copy_out.copy_out([(tokens, tokens.clone()), (ints, ints.clone())])
     drafts.place_rows(
         longs, ints, longs, longs, longs, table, blocks, 1, 16, *rows, ints[:4], torch.zeros_like(blocks),
         rows[1].clone(),

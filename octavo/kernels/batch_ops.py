@@ -36,6 +36,9 @@ class DraftKernels(NamedTuple):
     """What recorded steps judge and prepare drafts with; see `octavo.kernels.reference_drafts`."""
 
     judge_drafts: Callable[..., None]
+    stands_by_chance: Callable[..., None]
+    begin_follow: Callable[..., None]
+    begin_chain: Callable[..., None]
     place_rows: Callable[..., None]
     append_drafts: Callable[..., None]
 
@@ -46,4 +49,4 @@ def draft_kernels(device_type: str) -> DraftKernels:
     module: Any = reference_drafts
     if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         module = importlib.import_module("octavo.kernels.triton.drafts")
-    return DraftKernels(module.judge_drafts, module.place_rows, module.append_drafts)
+    return DraftKernels(*(getattr(module, name) for name in DraftKernels._fields))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from octavo.kernels.splitmix import judgement_uniforms
+
 
 def judge_drafts(
     slots: torch.Tensor,
@@ -58,6 +60,75 @@ def judge_drafts(
     token_table[slots[:, None], before[:, None] + place] = own
     torch.add(before, counts, out=known)
     num_computed[slots] = known - 1
+
+
+def stands_by_chance(
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    states: torch.Tensor,
+    rates: torch.Tensor,
+    stands: torch.Tensor,
+) -> None:
+    """Which drafts stand if all before them do, where chance judges (synthetic acceptance).
+
+    Args:
+        slots, ends, drafts: as `judge_drafts` takes them.
+        states: int64 `[m]` (any stride), `seed_state` of the slots' requests; those from m on have the last.
+        rates: float64 `[>= k]`, how likely each draft is to stand.
+        stands: bool `[n, k]`, written.
+    """
+    place = (ends - drafts)[:, None] + torch.arange(stands.shape[1], device=slots.device)
+    own = states[slots.clamp_max(len(states) - 1)]
+    stands.copy_(judgement_uniforms(own[:, None], place) < rates[: stands.shape[1]])
+
+
+def begin_follow(
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    counts: torch.Tensor,
+    begin: torch.Tensor,
+    first: torch.Tensor,
+    limit: torch.Tensor,
+    shift: torch.Tensor,
+    last: torch.Tensor,
+) -> None:
+    """Where a judged step's rows come into a head's cache, as `place_rows` takes it.
+
+    Args:
+        slots, starts, ends, drafts, counts: as `judge_drafts` takes and writes them.
+        begin: int64 `[slots]`, position of a slot's first row in the head's cache.
+        first, limit, shift: int64 `[n]`, written.
+        last: int64 `[n]`, written: of each request the row of its newest token but one, the last that stands.
+    """
+    own = begin[slots]
+    torch.sub(ends, own, out=limit)
+    torch.sub(limit, (starts[1:] - starts[:-1]).long(), out=first)
+    torch.add(own, 1, out=shift)
+    last.copy_(starts[1:].long() - drafts + counts - 2)
+
+
+def begin_chain(
+    slots: torch.Tensor,
+    known: torch.Tensor,
+    counts: torch.Tensor,
+    begin: torch.Tensor,
+    first: torch.Tensor,
+    limit: torch.Tensor,
+    shift: torch.Tensor,
+) -> None:
+    """Where a head's drafts come into its cache, as `place_rows` takes it.
+
+    Args:
+        slots, known, counts: as `append_drafts` takes them.
+        begin, first, limit, shift: as `begin_follow`'s; without drafts the limit is 0.
+    """
+    own = begin[slots]
+    torch.sub(known - 2, own, out=first)
+    torch.add(own, 1, out=shift)
+    limit.copy_((first + counts).masked_fill(counts == 0, 0))
 
 
 def place_rows(

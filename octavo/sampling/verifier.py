@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from octavo.kernels.splitmix import judgement_uniforms
 from octavo.sampling import state as st
 from octavo.sampling.logprobs import PackedLogprobs
-from octavo.sampling.noise import judgement_uniforms
 from octavo.sampling.processors import upload
 from octavo.sampling.sampler import RowMasks, Sampler
 
@@ -106,8 +106,9 @@ class Verifier:
         is_draft = column[:, :-1] < drafts_d[:, None]
         chosen = given = None
         if self._rates is not None:
-            self.sampler.state.flush()
-            chosen = self.by_chance(slots_device, position) & is_draft
+            states, rates = self.chances()
+            drawn = judgement_uniforms(states.index_select(0, slots_device)[:, None], position)
+            chosen = (drawn < rates[: position.shape[1]]) & is_draft
             given = torch.nn.functional.pad(torch.where(chosen, drafted, -1), (0, 1), value=-1)
             given = given[request_d, offset_d]
         out = self.sampler(
@@ -131,13 +132,9 @@ class Verifier:
         """Whether chance judges."""
         return self._rates is not None
 
-    def by_chance(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Which drafts (bool `[n, k]`) are to stand if all before them do, where chance judges.
-
-        Args:
-            slots: integer `[n]`, whose settings the device knows (`SamplingState.flush`).
-            position: int64 `[n, k]`, of each request's drafts in their order.
-        """
+    def chances(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where chance judges: `seed_state` of the slots' requests, int64 `[slots]`, and float64 `[k]`, how
+        likely each draft is to stand if all before it do."""
         assert self._rates is not None
-        seeds = self.sampler.state.table.view(torch.int64)[:, st.SEED].index_select(0, slots)
-        return judgement_uniforms(seeds[:, None], position) < self._rates[: position.shape[1]]
+        self.sampler.state.flush()
+        return self.sampler.state.table.view(torch.int64)[:, st.SEED], self._rates

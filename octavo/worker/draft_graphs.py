@@ -66,7 +66,11 @@ class DraftGraphs:
                     offset=j + 1 - rows, rows=size * rows, most=rows,
                 )  # fmt: skip
                 wanted = None if j else passes.starts(size, 2)[1:].long() - 1
-                passes.append(size, passes.choose(self._logits(run, wanted), slots, known + j, draws), j)
+                passes.append(
+                    size,
+                    passes.choose(self._logits(run, wanted), slots, known + j if draws else known, draws),
+                    j,
+                )
 
         passes.recorder.run(("chain", size, most, draws), work)
 

@@ -144,7 +144,7 @@ class DraftPasses:
 
         Args:
             logits: `[rows, vocab]`; where `draws`, vocab is the target's.
-            slots, position: int64 `[rows]`.
+            slots, position: int64 `[rows]`; the latter is read only where `draws`.
         """
         if not draws:
             return ops.argmax(logits)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.kernels.batch_ops import draft_kernels
 from octavo.sampling.processors import upload
 from octavo.step_messages import DraftOrder
 from octavo.worker.draft_passes import DraftPasses
@@ -27,6 +28,7 @@ class HeadGraphs:
     def __init__(self, head: Any, tables: DraftTables, passes: DraftPasses, verdicts: Verdicts):
         self._head, self._tables, self._passes, self._verdicts = head, tables, passes, verdicts
         slots, device = len(tables.batch.token_table), tables.batch.device
+        self._kernels = draft_kernels(device.type)
         self._begin = torch.zeros(slots, dtype=torch.int64, device=device)  # position of a slot's first row
         self._sent: np.ndarray = np.zeros(slots, np.int64)
         self._made: torch.Tensor | None = None  # by the requests of `passes`
@@ -91,18 +93,17 @@ class HeadGraphs:
         size, rows, most = padding
 
         def work() -> None:
-            begin = self._begin.index_select(0, inputs.slots)
-            limit = inputs.ends - begin
-            first = limit - (inputs.starts[1:] - inputs.starts[:-1])
-            run = self._passes.place(
-                inputs.slots, inputs.starts, first, limit, begin + 1, rows=rows, most=most
-            )
-            # Of each request the row of its newest token but one, which is the last that stands.
-            wanted = inputs.starts[1:] - inputs.drafts + self._verdicts.counts[:size] - 2
-            run.meta[0].wanted_rows = wanted if drafts else wanted[:1]
+            first, limit, shift, last = self._begin.new_empty((4, size)).unbind()
+            self._kernels.begin_follow(
+                inputs.slots, inputs.starts, inputs.ends, inputs.drafts, self._verdicts.counts[:size],
+                self._begin, first, limit, shift, last,
+            )  # fmt: skip
+            run = self._passes.place(inputs.slots, inputs.starts, first, limit, shift, rows=rows, most=most)
+            run.meta[0].wanted_rows = last if drafts else last[:1]
             made = self._run(run, self._head.combine(list(states)))
             if drafts:
-                self._place_of(made)[:size].copy_(made)
+                # By a kernel: a graph's copies are another engine's, which the device changes to and back.
+                torch.mul(made, 1, out=self._place_of(made)[:size])
 
         self._passes.recorder.run(("follow", padding, drafts, states[0].data_ptr()), work)
 
@@ -112,9 +113,8 @@ class HeadGraphs:
 
         def work() -> None:
             slots, known, counts = (x[:size] for x in (passes.slots, passes.known, passes.counts))
-            begin = self._begin.index_select(0, slots)
-            first, shift = known - 2 - begin, begin + 1
-            limit = (first + counts).masked_fill(counts == 0, 0)
+            first, limit, shift = self._begin.new_empty((3, size)).unbind()
+            self._kernels.begin_chain(slots, known, counts, self._begin, first, limit, shift)
             assert self._made is not None
             made = self._made[:size]
             vocabulary = self._head.vocabulary
@@ -130,7 +130,9 @@ class HeadGraphs:
                     logits = own.index_copy_(1, vocabulary.target_ids, logits)
                 elif not vocabulary.whole:
                     ids = vocabulary.target_ids
-                passes.append(size, passes.choose(logits, slots, known + j, draws), j, ids)
+                passes.append(
+                    size, passes.choose(logits, slots, known + j if draws else known, draws), j, ids
+                )
 
         passes.recorder.run(("chain", size, most, draws), work)
 

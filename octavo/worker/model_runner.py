@@ -100,7 +100,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             self.graphs = DecodeGraphs(model, self.batch, kv_caches, max_num_seqs, max_model_len)
-            self.verdicts = Verdicts(self.batch, self.verifier, self.graphs.recorder, max_drafts)
+            self.verdicts = Verdicts(self.batch, self.verifier, max_drafts)
             self.recorders.append(self.graphs.recorder)
         self.recorded = RecordedSteps(model, self.batch, kv_caches) if records else None
         if self.recorded is not None:

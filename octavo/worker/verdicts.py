@@ -6,7 +6,6 @@ import torch
 
 from octavo.kernels.batch_ops import draft_kernels
 from octavo.sampling.verifier import Verifier, VerifyOutput
-from octavo.worker.graph_recorder import GraphRecorder
 from octavo.worker.input_batch import InputBatch, Padding, StepInputs
 
 
@@ -18,11 +17,12 @@ class Verdicts:
         known: int64 `[max_num_seqs]`, its tokens known then.
     """
 
-    def __init__(self, batch: InputBatch, verifier: Verifier, recorder: GraphRecorder, most_drafts: int):
+    def __init__(self, batch: InputBatch, verifier: Verifier, most_drafts: int):
         """`most_drafts`: of a request's step."""
         slots, device = len(batch.token_table) - 1, batch.device
-        self._batch, self._verifier, self._recorder = batch, verifier, recorder
-        self._judge = draft_kernels(device.type).judge_drafts
+        self._batch, self._verifier = batch, verifier
+        kernels = draft_kernels(device.type)
+        self._judge, self._chance = kernels.judge_drafts, kernels.stands_by_chance
         self._tokens = torch.zeros(slots * (most_drafts + 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self.known = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -40,7 +40,7 @@ class Verdicts:
             inputs.ends,
             inputs.drafts,
             chosen,
-            self._by_chance(inputs, inputs.padding) if self._verifier.synthetic else None,
+            self._by_chance(inputs, inputs.padding) if self._verifier.synthetic and most > 1 else None,
             batch.token_table,
             batch.num_computed,
             tokens,
@@ -65,13 +65,6 @@ class Verdicts:
         """Which drafts are to stand, bool `[size, most - 1]`."""
         size, most = padding.requests, padding.most - 1
         stands = self._stands[: size * most].view(size, most)
-        self._verifier.sampler.state.flush()
-
-        def work() -> None:
-            known = inputs.ends - inputs.drafts
-            places = known[:, None] + torch.arange(most, device=known.device)
-            slots = inputs.slots.clamp_max(len(self._verifier.sampler.state.table) - 1)  # padding has none
-            stands.copy_(self._verifier.by_chance(slots, places))
-
-        self._recorder.run(("chance", padding), work)
+        states, rates = self._verifier.chances()
+        self._chance(inputs.slots, inputs.ends, inputs.drafts, states, rates, stands)
         return stands

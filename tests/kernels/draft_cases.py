@@ -49,6 +49,38 @@ def check_judge(
     )  # fmt: skip
 
 
+def check_chance(kernels: ModuleType, n: int, most: int, device: str = "cpu") -> None:
+    """Requests with so many drafts each, one of them padding without a state of its own."""
+    generator = torch.Generator().manual_seed(n + most)
+    bits = torch.randint(-(1 << 62), 1 << 62, (SLOTS - 1, 7), generator=generator)
+    slots = torch.cat((torch.randperm(SLOTS - 1, generator=generator)[: n - 1], torch.tensor([SLOTS - 1])))
+    _both(
+        kernels, "stands_by_chance", device,
+        [
+            slots, torch.randint(most, LENGTH, (n,), generator=generator),
+            torch.randint(0, most + 1, (n,), generator=generator), bits[:, 3],
+            torch.rand(most + 2, generator=generator, dtype=torch.float64),
+            torch.zeros((n, most), dtype=torch.bool),
+        ],
+        [5],
+    )  # fmt: skip
+
+
+def check_begin(kernels: ModuleType, n: int, device: str = "cpu") -> None:
+    """Where a judged step's rows, and a head's drafts, come."""
+    generator = torch.Generator().manual_seed(n)
+    drafts = torch.randint(0, 5, (n,), generator=generator)
+    counts = (torch.rand(n, generator=generator) * (drafts + 1)).int() + 1
+    starts = torch.cat((torch.zeros(1), (drafts + 1).cumsum(0))).int()
+    slots, begin = torch.randperm(n + 3, generator=generator)[:n], torch.randint(0, 20, (n + 3,))
+    ends, blank = torch.randint(20, LENGTH, (n,), generator=generator), torch.full((n,), -99)
+    places = [blank.clone() for _ in range(4)]
+    _both(
+        kernels, "begin_follow", device, [slots, starts, ends, drafts, counts, begin, *places], [6, 7, 8, 9]
+    )
+    _both(kernels, "begin_chain", device, [slots, ends, drafts, begin, *places[:3]], [4, 5, 6])
+
+
 def check_place(
     kernels: ModuleType, counts: list[int], block_size: int, offset: int, device: str = "cpu"
 ) -> None:

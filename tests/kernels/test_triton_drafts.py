@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.kernels import reference_drafts
-from tests.kernels.draft_cases import check_append, check_judge, check_place
+from tests.kernels.draft_cases import check_append, check_begin, check_chance, check_judge, check_place
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +35,51 @@ def test_appending_equals_the_twin(offset, mapped):
     from octavo.kernels.triton import drafts as kernels
 
     check_append(kernels, offset, mapped, DEVICE)
+
+
+@pytest.mark.parametrize("n, most", [(1, 1), (3, 5), (8, 24)])
+def test_chance_equals_the_twin(n, most):
+    from octavo.kernels.triton import drafts as kernels
+
+    check_chance(kernels, n, most, DEVICE)
+
+
+@pytest.mark.parametrize("n", [1, 6, 300])
+def test_beginnings_equal_the_twin(n):
+    from octavo.kernels.triton import drafts as kernels
+
+    check_begin(kernels, n, DEVICE)
+
+
+def test_beginnings_by_hand():
+    """A head that follows from position 4 on; twelve tokens computed, the last two as drafts: one stood."""
+    first, limit, shift, last = (torch.zeros(1, dtype=torch.int64) for _ in range(4))
+    one = torch.ones(1, dtype=torch.int64)
+    begin = torch.tensor([0, 4])
+    reference_drafts.begin_follow(
+        one, torch.tensor([0, 3], dtype=torch.int32), 12 * one, 2 * one, torch.tensor([2], dtype=torch.int32),
+        begin, first, limit, shift, last,
+    )  # fmt: skip
+    # Rows of positions 9, 10, 11 of the text; the token behind 10 is the newest.
+    assert [int(x) for x in (first, limit, shift, last)] == [5, 8, 5, 1]
+    reference_drafts.begin_chain(one, 12 * one, 3 * one, begin, first, limit, shift)
+    assert [int(x) for x in (first, limit, shift)] == [6, 9, 5]
+    reference_drafts.begin_chain(one, 12 * one, 0 * one, begin, first, limit, shift)
+    assert int(limit) == 0
+
+
+@pytest.mark.parametrize("sizes", [(1,), (700,), (5, 3), (512, 2)])
+def test_tokens_are_copied_out(sizes):
+    from octavo.kernels.triton.copy_out import copy_out
+
+    pinned = {"pin_memory": True} if DEVICE == "cuda" else {}
+    sources = [torch.randint(1 << 30, (size,), dtype=torch.int32, device=DEVICE) for size in sizes]
+    places = [torch.full((size + 3,), -1, dtype=torch.int32, **pinned) for size in sizes]
+    copy_out([(x, place[: len(x)]) for x, place in zip(sources, places, strict=True)])
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    for x, place in zip(sources, places, strict=True):
+        assert place.tolist() == [*x.tolist(), -1, -1, -1]
 
 
 def test_judging_by_hand():

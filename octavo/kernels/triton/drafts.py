@@ -7,9 +7,74 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import Launcher, power_of_2, wait_for_previous
+from octavo.kernels import splitmix
+from octavo.kernels.triton.launch import Launcher, ceil_div, power_of_2, wait_for_previous
 
 _BLOCK = 256
+_GOLDEN, _MUL1, _MUL2 = (tl.constexpr(x) for x in (splitmix.GOLDEN, splitmix.MUL1, splitmix.MUL2))
+_JUDGEMENT = tl.constexpr(splitmix.JUDGEMENT)
+
+
+@triton.jit
+def _splitmix64(x):
+    """See `octavo.kernels.splitmix`; `x` int64."""
+    x = x + _GOLDEN
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MUL1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MUL2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def _chance_kernel(
+    slots_ptr, ends_ptr, drafts_ptr, states_ptr, rates_ptr, stands_ptr, states_stride, num_states, width,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    i = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    mask = column < width
+    slot = tl.minimum(tl.load(slots_ptr + i), num_states - 1)
+    state = tl.load(states_ptr + slot * states_stride)
+    position = tl.load(ends_ptr + i) - tl.load(drafts_ptr + i) + column
+    key = _splitmix64(_splitmix64(state ^ _JUDGEMENT) + position * _GOLDEN)
+    drawn = ((key >> 11) & ((1 << 53) - 1)).to(tl.float64) * (1.0 / (1 << 53))
+    good = drawn < tl.load(rates_ptr + column, mask=mask, other=0.0)
+    tl.store(stands_ptr + i * width + column, good.to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _begin_follow_kernel(
+    slots_ptr, starts_ptr, ends_ptr, drafts_ptr, counts_ptr, begin_ptr, first_ptr, limit_ptr, shift_ptr,
+    last_ptr, n,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    begin = tl.load(begin_ptr + tl.load(slots_ptr + i, mask=mask), mask=mask)
+    start, stop = tl.load(starts_ptr + i, mask=mask), tl.load(starts_ptr + i + 1, mask=mask)
+    limit = tl.load(ends_ptr + i, mask=mask) - begin
+    tl.store(limit_ptr + i, limit, mask=mask)
+    tl.store(first_ptr + i, limit - (stop - start), mask=mask)
+    tl.store(shift_ptr + i, begin + 1, mask=mask)
+    last = stop - tl.load(drafts_ptr + i, mask=mask) + tl.load(counts_ptr + i, mask=mask) - 2
+    tl.store(last_ptr + i, last, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _begin_chain_kernel(
+    slots_ptr, known_ptr, counts_ptr, begin_ptr, first_ptr, limit_ptr, shift_ptr, n,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    begin = tl.load(begin_ptr + tl.load(slots_ptr + i, mask=mask), mask=mask)
+    first = tl.load(known_ptr + i, mask=mask) - 2 - begin
+    counts = tl.load(counts_ptr + i, mask=mask)
+    tl.store(first_ptr + i, first, mask=mask)
+    tl.store(limit_ptr + i, tl.where(counts == 0, 0, first + counts), mask=mask)
+    tl.store(shift_ptr + i, begin + 1, mask=mask)
 
 
 @triton.jit
@@ -108,6 +173,9 @@ def _append_kernel(
 
 
 _judge = Launcher(_judge_kernel, overlap=True)
+_chance = Launcher(_chance_kernel, overlap=True)
+_begin_follow = Launcher(_begin_follow_kernel, overlap=True)
+_begin_chain = Launcher(_begin_chain_kernel, overlap=True)
 _place = Launcher(_place_kernel, overlap=True)
 _append = Launcher(_append_kernel, overlap=True)
 
@@ -134,6 +202,71 @@ def judge_drafts(
         (token_table.stride(0), width, 0 if stands is None else stands.stride(0), tokens.stride(0)),
         (),
         (power_of_2(width), stands is not None),
+        1,
+    )
+
+
+def stands_by_chance(
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    states: torch.Tensor,
+    rates: torch.Tensor,
+    stands: torch.Tensor,
+) -> None:
+    """See the twin."""
+    width = stands.shape[1]
+    _chance(
+        (len(slots), 1, 1),
+        (slots, ends, drafts, states, rates, stands.view(torch.uint8)),
+        (states.stride(0), len(states), width),
+        (),
+        (power_of_2(width),),
+        1,
+    )
+
+
+def begin_follow(
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    counts: torch.Tensor,
+    begin: torch.Tensor,
+    first: torch.Tensor,
+    limit: torch.Tensor,
+    shift: torch.Tensor,
+    last: torch.Tensor,
+) -> None:
+    """See the twin."""
+    n, block = len(slots), min(_BLOCK, power_of_2(len(slots)))
+    _begin_follow(
+        (ceil_div(n, block), 1, 1),
+        (slots, starts, ends, drafts, counts, begin, first, limit, shift, last),
+        (),
+        (n,),
+        (block,),
+        1,
+    )
+
+
+def begin_chain(
+    slots: torch.Tensor,
+    known: torch.Tensor,
+    counts: torch.Tensor,
+    begin: torch.Tensor,
+    first: torch.Tensor,
+    limit: torch.Tensor,
+    shift: torch.Tensor,
+) -> None:
+    """See the twin."""
+    n, block = len(slots), min(_BLOCK, power_of_2(len(slots)))
+    _begin_chain(
+        (ceil_div(n, block), 1, 1),
+        (slots, known, counts, begin, first, limit, shift),
+        (),
+        (n,),
+        (block,),
         1,
     )
 
