@@ -490,11 +490,11 @@ def paged_decode(
     heads, head_dim = q.shape[1], q.shape[2]
     view = view_cache(cache, codes, seq_lens)
     kv_heads, dtype = view.kv_heads, product_dtype(q, codes)
-    single = max_rows == 1 and num_requests - first_request == 1
+    alone = num_requests - first_request == 1
     cfg, min_chunk, whole = config, MIN_CHUNK, WHOLE
     if cfg is None:
         cfg, min_chunk, whole = decode_cut(
-            single, head_dim, dtype, codes is not None, shared_memory(q.device)
+            alone and max_rows == 1, head_dim, dtype, codes is not None, shared_memory(q.device)
         )
         if early and cfg.stages > 2:  # table entries are one step ahead already
             cfg = replace(cfg, stages=cfg.stages - 1)
@@ -502,7 +502,7 @@ def paged_decode(
         heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, min_chunk,
         shared.config.block_n if shared else 0, shared.min_chunk if shared else 0, view.kind, view.how,
-        early, SENT_EARLY if early and single else 0, whole, unrotated.angles.shape[1] if unrotated else 0,
+        early, SENT_EARLY if early and alone else 0, whole, unrotated.angles.shape[1] if unrotated else 0,
         unrotated is not None and unrotated.q_weight is not None, view.centred,
     )  # fmt: skip
     # Where there is no such thing, any tensor stands in for it: the kernel's constants say so.
