@@ -150,8 +150,9 @@ def check_decode(
     shared: int = 0,
     codes: Codes | None = None,
 ) -> None:
-    """`paged_decode`, after `attend_shared` where blocks are shared; twice, since counters must be zero, and
-    with metadata that it may read early (of a device PyTorch's fills stand before it)."""
+    """`paged_decode`, after `attend_shared` where blocks are shared; several times, since counters must be
+    zero, with metadata that it may read early (of a device PyTorch's fills stand before it), and with splits
+    that are added up apart."""
     held = Held(case, dtype, shapes, device, shared, codes)
     n, rows = len(shapes), max(rows for rows, _ in shapes)
     group = case.heads // case.kv_heads
@@ -172,7 +173,7 @@ def check_decode(
         scratch = torch.full((size,), float("nan"), device=device)
         assert held.meta.shared_len is not None
         begun = attention.SharedPass(held.meta.shared_len, count, pieces, scratch, tile, cascade.MIN_CHUNK)
-    for early in (False, True, True):
+    for early, apart in ((False, False), (True, False), (True, not shared), (False, not shared)):
         held.out.fill_(float("nan"))
         if begun is not None:
             cascade.attend_shared(
@@ -181,7 +182,7 @@ def check_decode(
             )  # fmt: skip
         attention.paged_decode(
             *held.batch, 0, n, rows, splits, partials, counters, *held.how, shared=begun, codes=held.codes,
-            early=early,
+            early=early, apart=apart,
         )  # fmt: skip
         held.check()
         assert counters.count_nonzero() == 0

@@ -24,10 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.attention_splits import Pieces, combine
 from octavo.kernels.triton.attention_steps import (
     combine_splits,
     kv_steps,
     merge_partials,
+    pieces_of,
     send_for_blocks,
     split_chunk,
     store_partial,
@@ -82,7 +84,7 @@ def _paged_decode_kernel(
     MIN_CHUNK: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, SENT: tl.constexpr, LANES: tl.constexpr,
-    ROT_DIM: tl.constexpr, HAS_NORM: tl.constexpr, CENTRED: tl.constexpr,
+    ROT_DIM: tl.constexpr, HAS_NORM: tl.constexpr, CENTRED: tl.constexpr, APART: tl.constexpr,
     SHARED_TILE: tl.constexpr, SHARED_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -99,6 +101,7 @@ def _paged_decode_kernel(
     safe), and the first SENT positions of a program are sent for. Not more than that: queries, and keys and
     values of other requests' rows in blocks that are shared, are written by the kernel before.
     LANES: threads of a program.
+    APART: partial results are left for `_combine_kernel`; else the last program of a head adds them up.
 
     With ROT_DIM there is one request of one row, which `rotary_kv` has not been at: queries are rotated as
     they are read, and the program whose positions end with the row's own stores its key and value.
@@ -127,12 +130,7 @@ def _paged_decode_kernel(
         low = tl.maximum(context - rows - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
     if SHARED_TILE > 0:
         low = tl.load(shared_ptr, cache_modifier=".cg") // SHARED_TILE * SHARED_TILE
-    chunk = context - low
-    used = 1
-    if SPLIT:
-        if context - low > WHOLE * MIN_CHUNK:
-            chunk = split_chunk(context - low, splits, MIN_CHUNK, BLOCK_N)
-            used = tl.cdiv(context - low, chunk)
+    chunk, used = pieces_of(context - low, splits, SPLIT, WHOLE, MIN_CHUNK, BLOCK_N)
     # Without a wait: the first split's programs do wait, and so this kernel ends behind the one before.
     if split >= used:
         return
@@ -225,16 +223,17 @@ def _paged_decode_kernel(
             tl.store(max_ptr + at, row_max, mask=m < TILE)
             tl.store(sum_ptr + at, row_sum, mask=m < TILE)
             store_partial(partial_ptr + at * HEAD_DIM, acc, acc_odd, m < TILE, HEAD_DIM, BLOCK_W, KIND)
-            # All threads' stores come before the release by the one that counts.
-            tl.debug_barrier()
-            counter = counter_ptr + slot * KV_HEADS + kv_head
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-            if arrived == used - 1:
-                combine_splits(
-                    out_ptr, out_row, first_row, rows, kv_head, partial_ptr, max_ptr, sum_ptr, base, used,
-                    v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, BLOCK_S, KIND != AS_IS,
-                )  # fmt: skip
-                tl.store(counter, 0)
+            if not APART:
+                # All threads' stores come before the release by the one that counts.
+                tl.debug_barrier()
+                counter = counter_ptr + slot * KV_HEADS + kv_head
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+                if arrived == used - 1:
+                    combine_splits(
+                        out_ptr, out_row, first_row, rows, kv_head, 0, partial_ptr, max_ptr, sum_ptr, base,
+                        used, v_unit, GROUP, HEAD_DIM, BLOCK_D, TILE, BLOCK_T, BLOCK_S, KIND != AS_IS,
+                    )  # fmt: skip
+                    tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["first_request", "num_requests", "table_row"])
@@ -424,17 +423,18 @@ def _decode_constants(
     window: int, capped: bool,
     max_rows: int, split: bool, cfg: TileConfig, min_chunk: int, shared_tile: int, shared_chunk: int,
     kind: int, how: int, early: bool, sent: int, whole: int, rot_dim: int, has_norm: bool, centred: bool,
+    apart: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Constants of `_paged_decode_kernel`, in its order."""
     block_d = power_of_2(head_dim)
     block_t = power_of_2(max_rows * (heads // kv_heads))
     # About 64 registers of partial results a thread.
     block_s = max(1, min(MAX_SPLITS, 8192 // (block_t * block_d)))
-    min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     return (
         window, capped, heads, kv_heads, head_dim, block_size, max_rows, split, min_chunk, whole,
         max(16, block_t), cfg.block_n, block_d, block_words, block_t, block_s, cfg.stages, early, sent,
-        32 * cfg.warps, rot_dim, has_norm, centred, shared_tile, shared_chunk, precision(dtype), kind, how,
+        32 * cfg.warps, rot_dim, has_norm, centred, apart, shared_tile, shared_chunk, precision(dtype), kind,
+        how,
     )  # fmt: skip
 
 
@@ -459,6 +459,7 @@ def paged_decode(
     codes: KVCodes | None = None,
     early: bool = False,
     unrotated: Unrotated | None = None,
+    apart: bool = False,
 ) -> None:
     """Attention of requests `first_request .. num_requests` (exclusive), each with at most `max_rows` rows.
 
@@ -486,6 +487,9 @@ def paged_decode(
             there are more programs than the device runs at a time, those that run hide each other's waits.
         unrotated: the one row of the one request has not been through `rotary_kv.rotary_and_write_kv`, whose
             work is done here, except that `q` stays as it is; without `shared`. None: all rows have.
+        apart: a kernel of its own adds up what the splits come to, a program for each row and head: better
+            than that the last of a KV head's programs does where these are few and rows several. Without
+            `shared`.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     view = view_cache(cache, codes, seq_lens)
@@ -498,16 +502,19 @@ def paged_decode(
         )
         if early and cfg.stages > 2:  # table entries are one step ahead already
             cfg = replace(cfg, stages=cfg.stages - 1)
+    apart = apart and splits > 1
+    min_chunk = ceil_div(min_chunk, cfg.block_n) * cfg.block_n
     constants = _decode_constants(
         heads, kv_heads, head_dim, view.block_words, view.block_size, dtype, window or 0, softcap is not None,
         max_rows, splits > 1, cfg, min_chunk,
         shared.config.block_n if shared else 0, shared.min_chunk if shared else 0, view.kind, view.how,
         early, SENT_EARLY if early and alone else 0, whole, unrotated.angles.shape[1] if unrotated else 0,
-        unrotated is not None and unrotated.q_weight is not None, view.centred,
+        unrotated is not None and unrotated.q_weight is not None, view.centred, apart,
     )  # fmt: skip
     # Where there is no such thing, any tensor stands in for it: the kernel's constants say so.
     new = unrotated or Unrotated(q, q, q, seq_lens)
     assert unrotated is None or (shared is None and len(new.k) == 1), "one row, and none shared"
+    assert not apart or shared is None, "none shared"
     begun = (shared.length, shared.partials) if shared else (counters, partials)  # the latter are not read
     _paged_decode(
         (kv_heads, num_requests - first_request, splits),
@@ -524,6 +531,11 @@ def paged_decode(
         constants,
         cfg.warps,
     )  # fmt: skip
+    if apart:
+        combine(
+            out, query_start, seq_lens, partials, first_request, num_requests, max_rows, splits, kv_heads,
+            window, Pieces(min_chunk, whole, cfg.block_n), view,
+        )  # fmt: skip
 
 
 def paged_prefill(

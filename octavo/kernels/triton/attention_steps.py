@@ -32,6 +32,20 @@ def split_chunk(length, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def pieces_of(
+    length, splits, SPLIT: tl.constexpr, WHOLE: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Positions of a piece of a context of `length`, and how many pieces there are: up to WHOLE times
+    MIN_CHUNK are not split."""
+    chunk, used = length, 1
+    if SPLIT:
+        if length > WHOLE * MIN_CHUNK:
+            chunk = split_chunk(length, splits, MIN_CHUNK, BLOCK_N)
+            used = tl.cdiv(length, chunk)
+    return chunk, used
+
+
+@triton.jit
 def send_for_blocks(
     table_ptr, head_ptr, cache_block, begin, end, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
@@ -202,15 +216,16 @@ def merge_partials(
 
 @triton.jit
 def combine_splits(
-    out_ptr, out_row, first_row, rows, kv_head, acc_ptr, max_ptr, sum_ptr, base, splits, v_unit,
+    out_ptr, out_row, first_row, rows, kv_head, begin, acc_ptr, max_ptr, sum_ptr, base, splits, v_unit,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, EVEN_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the `splits` partial results of one (request, KV head) come to, times `v_unit`.
+    """Writes what the `splits` partial results of one (request, KV head) come to, times `v_unit`, for lanes
+    from `begin` on, BLOCK_T of them.
 
     EVEN_FIRST: they have the even elements of a head before the odd ones.
     """
-    tile = tl.arange(0, BLOCK_T)
+    tile = begin + tl.arange(0, BLOCK_T)
     dims = tl.arange(0, BLOCK_D)
     total, _, weight_sum = merge_partials(
         acc_ptr, max_ptr, sum_ptr, base * TILE + tile, TILE, splits, tile < TILE,
