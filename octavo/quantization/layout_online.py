@@ -35,7 +35,7 @@ class OnlineLayout(Layout):
             scheme = fitted(self.scheme, view.shape[1])
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
-        return round_matrix(name, view, scheme, packed=self.packed, device=device, shares=QUICK)
+        return round_matrix(name, view, scheme, packed=self.packed, device=device, ends=QUICK)
 
     def matrix(self, name: str, pieces: Pieces, shard: Shard, columns: int) -> Matrix:
         rule = replace(self.rule, scheme=fitted(self.scheme, shard.cols))

@@ -1,7 +1,13 @@
 """Weights rounded to nearest, in the tensors that compressed-tensors stores.
 
 Scales are what compressed-tensors' own rounding has: the largest magnitude over half of the codes' range
-(448 for FP8, 127.5 for int8, 7.5 for int4). Groups of 4 bits may take another one of less squared error.
+(448 for FP8, 127.5 for int8, 7.5 for int4).
+
+Groups of 4 bits may take another one. Their codes reach from -8 to 7, so that the largest magnitude is best
+given to -8, by a scale below 0 where that number is above it (as llama.cpp's Q4_0 and AutoRound have it):
+steps are a sixteenth shorter. Of such scales, and the plain one, a group takes the one of least sum of fourth
+powers of errors. Squares would clip large weights for the sake of many small ones, which costs some models
+more than it gains (`benchmarks/quantization.md`).
 """
 
 from __future__ import annotations
@@ -20,9 +26,10 @@ _STEP = 1 << 20  # numbers that are rounded at a time: 4 MiB as float32, few tim
 _GPU_STEP = 1 << 24  # on a GPU, where each operation has to be launched
 _HALF_RANGE = {"fp8": FP8_LARGEST, "int8": 127.5, "int4": 7.5}
 _GROUPS = (128, 64, 32)
-THOROUGH = tuple(round(1.08 - 0.02 * i, 2) for i in range(22))
-"""Shares of a group's scale that are tried for 4 bits where time is plenty: down to 0.66, which clips."""
-QUICK = (1.07, 1.0, 0.93, 0.86, 0.79)
+THOROUGH = tuple(round(7.4 + 0.2 * i, 1) for i in range(10))
+"""Multiples of a scale that a group's largest magnitude is made for 4 bits, where time is plenty: beyond 8.5
+it is clipped."""
+QUICK = (8.0,)
 """The same while a model is loaded."""
 
 
@@ -51,7 +58,7 @@ def round_matrix(
     packed: bool,
     device: torch.device,
     scale_dtype: torch.dtype = torch.float32,
-    shares: Sequence[float] = (1.0,),
+    ends: Sequence[float] = (),
 ) -> dict[str, torch.Tensor]:
     """The tensors of a matrix; some rows at a time, so that little more than them is in memory.
 
@@ -62,7 +69,8 @@ def round_matrix(
         packed: "pack-quantized" rather than codes in a type of their own.
         device: where the tensors are made.
         scale_dtype: of scales. Codes are the nearest for the scales as rounded to it.
-        shares: of a scale, among which each group of int4 takes the one of least squared error.
+        ends: of these multiples of a scale, and the plain one, the largest magnitude of each group of int4 is
+            made that of least error; without any, and in other schemes, scales are the plain ones.
 
     Returns:
         `weight` float8_e4m3fn or int8 `[N, K]`, or `weight_packed` int32 `[N, K / 8]` (4 bits) or
@@ -76,14 +84,14 @@ def round_matrix(
     whole = None
     if scheme.strategy == "tensor":
         largest = torch.stack([part.abs().amax() for _, part in _slices(weight, device, 1)]).amax()
-        whole = _scale(_finite(name, largest.reshape(1)), scheme, scale_dtype)
+        whole = _scale(_finite(name, largest.reshape(1)), _HALF_RANGE[scheme.kind], scale_dtype)
     codes: torch.Tensor | None = None
     scales = []
     for first, part in _slices(weight, device, FP8_BLOCK if scheme.strategy == "block" else 1):
         scale = whole
         if scale is None:
             largest = _finite(name, _largest(part, scheme))
-            scale = _best(part, largest, scheme, scale_dtype, shares)
+            scale = _best(part, largest, scheme, scale_dtype, ends)
             scales.append(scale)
         rounded = _codes(part, spread(scale, scheme, *part.shape), scheme)
         if packed:
@@ -152,9 +160,10 @@ def _finite(name: str, largest: torch.Tensor) -> torch.Tensor:
     return largest
 
 
-def _scale(largest: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype) -> torch.Tensor:
+def _scale(largest: torch.Tensor, end: float, dtype: torch.dtype) -> torch.Tensor:
+    """That of which the largest magnitudes are `end` times."""
     limits = torch.finfo(dtype)
-    scale = (largest / _HALF_RANGE[scheme.kind]).clamp(limits.tiny, limits.max).to(dtype)
+    scale = (largest / end).clamp(limits.tiny, limits.max).to(dtype)
     # Of nothing but zeros any scale is right; this is compressed-tensors'.
     return torch.where(largest == 0, torch.full_like(scale, limits.eps), scale)
 
@@ -176,18 +185,25 @@ def _best(
     largest: torch.Tensor,
     scheme: WeightScheme,
     dtype: torch.dtype,
-    shares: Sequence[float],
+    ends: Sequence[float],
 ) -> torch.Tensor:
-    """The scales of least squared error."""
-    plain = _scale(largest, scheme, dtype)
-    if scheme.kind != "int4":
-        return plain
+    """The scales of least error: the plain ones, or for int4 such as make the largest magnitudes -`ends`."""
+    best = _scale(largest, _HALF_RANGE[scheme.kind], dtype)
+    if scheme.kind != "int4" or not ends:
+        return best
     groups = part.unflatten(1, (largest.shape[1], -1))
-    best, least = plain, torch.full_like(largest, torch.inf)
-    for share in shares:
-        scale = _scale(largest * share, scheme, dtype)
-        wide = scale.float()[:, :, None]
-        error = _integers(groups, wide, 4).mul_(wide).sub_(groups).square_().sum(2)
+    above = groups.amax(2) > -groups.amin(2)
+    least = _error(groups, best)
+    for end in ends:
+        scale = _scale(largest, end, dtype)
+        scale = torch.where(above, -scale, scale)
+        error = _error(groups, scale)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return best
+
+
+def _error(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Of int4 codes for scales `[rows, groups]` from `[rows, groups, columns]`: sums of fourth powers."""
+    wide = scale.float()[:, :, None]
+    return _integers(groups, wide, 4).mul_(wide).sub_(groups).square_().square_().sum(2)

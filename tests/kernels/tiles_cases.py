@@ -51,7 +51,8 @@ def make(
         table = torch.tensor(NF4, device=device).to(torch.bfloat16).to(torch.float16).float()
         values = table[codes]
     else:
-        scales = (scales / 4).to(scale_type)
+        sign = torch.randint(0, 2, scales.shape, device=device) * 2 - 1
+        scales = (scales * sign / 4).to(scale_type)
         if "zeros" in rest:
             wide = torch.randint(0, 16, (groups, size_out), device=device)
             zeros = wide.to(torch.uint8)

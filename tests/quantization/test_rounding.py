@@ -12,7 +12,7 @@ from octavo.errors import ModelError
 from octavo.kernels.reference_lowbit import unpack_rows
 from octavo.quantization import rounding
 from octavo.quantization.read_config import read_quantization
-from octavo.quantization.rounding import THOROUGH, fitted, pack, round_matrix, spread
+from octavo.quantization.rounding import QUICK, THOROUGH, fitted, pack, round_matrix, spread
 from octavo.quantization.scheme import Rule, WeightScheme
 from tests.quantization.checkpoints import FOLDER, source_weights
 
@@ -96,15 +96,62 @@ def test_ragged_blocks_have_scales_of_their_own() -> None:
     assert scale.tolist() == [[1.0, 2.0], [4.0, 8.0]]
 
 
-def test_searched_scales_have_less_error_in_every_group() -> None:
-    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-    weight[:, ::32] *= 4.0  # outliers, which clipping pays for
-    errors = []
-    for shares in ((1.0,), (1.07, 1.0), THOROUGH):
-        made = round_matrix("w", weight, INT4, packed=True, device=CPU, shares=shares)
-        errors.append((values(made, INT4) - weight).square().unflatten(1, (-1, 32)).sum(2))
-    assert bool((errors[1] <= errors[0]).all()) and bool((errors[2] <= errors[0]).all())
-    assert float(errors[2].sum()) < 0.95 * float(errors[0].sum())
+def errors(weights: list[float], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Sums of fourth powers, and scales, of a group by plain loops: of the plain scale and all others."""
+    largest = max(weights, key=abs)
+    found = []
+    for wanted in (abs(largest) / 7.5, *(-largest / end for end in THOROUGH)):
+        scale = float(torch.tensor(wanted).to(dtype))
+        found.append((sum((nearest(w, scale) * scale - w) ** 4 for w in weights), scale))
+    return found
+
+
+def nearest(weight: float, scale: float) -> int:
+    return min(range(-8, 8), key=lambda code: abs(code * scale - weight))
+
+
+def outliers() -> torch.Tensor:
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
+    weight[:, ::32] *= 4.0
+    weight[5] /= 1e3
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_searched_scales_are_a_plain_loops(dtype: torch.dtype) -> None:
+    """And codes are the nearest for the scales as they are stored."""
+    weight = outliers()
+    made = round_matrix("w", weight, INT4, packed=False, device=CPU, scale_dtype=dtype, ends=THOROUGH)
+    assert made["weight_scale"].dtype is dtype
+    signs = set()
+    for row in range(len(weight)):
+        for group in range(4):
+            numbers = weight[row, group * 32 : group * 32 + 32].tolist()
+            scale = float(made["weight_scale"][row, group])
+            assert scale == pytest.approx(min(errors(numbers, dtype))[1], rel=1e-6)
+            assert made["weight"][row, group * 32 : group * 32 + 32].tolist() == [
+                nearest(w, scale) for w in numbers
+            ]
+            signs.add(scale > 0)
+    assert signs == {True, False}
+
+
+def test_searched_scales_have_no_more_error_in_any_group() -> None:
+    weight, found = outliers(), []
+    for ends in ((), QUICK, THOROUGH):
+        made = round_matrix("w", weight, INT4, packed=True, device=CPU, ends=ends)
+        found.append((values(made, INT4) - weight).pow(4).unflatten(1, (-1, 32)).sum(2))
+    plain, quick, thorough = found
+    assert bool((quick <= plain).all()) and bool((thorough <= quick).all())
+    assert float((quick / plain).mean()) < 0.8 and float((thorough / quick).mean()) < 0.99
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_largest_weight_of_either_sign_is_the_least_code(sign: float) -> None:
+    """As -8 reaches farther than 7: a number is met whose opposite would be clipped."""
+    weight = sign * torch.tensor([8.0, -7.0, 5.0, 1.0] * 8)[None]
+    made = round_matrix("w", weight, INT4, packed=False, device=CPU, ends=QUICK)
+    assert made["weight_scale"].tolist() == [[-sign]] and made["weight"][0, :4].tolist() == [-8, 7, -5, -1]
 
 
 def test_packing_is_read_back() -> None:

@@ -172,7 +172,7 @@ def _made(name: str, tensor: torch.Tensor, work: Work, device: torch.device) -> 
         packed=rule.layout == "pack-quantized",
         device=device,
         scale_dtype=tensor.dtype,
-        shares=THOROUGH,
+        ends=THOROUGH,
     )
     layer = name.removesuffix(".weight")
     return {f"{layer}.{key}": value for key, value in made.items()}
