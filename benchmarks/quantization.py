@@ -124,6 +124,18 @@ def export(model: Path, folder: Path) -> Path:
     return folder
 
 
+def located(model: str | None) -> tuple[Path, str, Path, Path, int]:
+    """Of a model (None: the default one) its file or folder, its name, the folder of what is made of it, the
+    checkpoint in bfloat16, and columns of groups of 4 bits."""
+    given = Path(model) if model else pull_default()
+    name = re.sub(r"[.-]q\d\w*$", "", given.stem, flags=re.I) if given.is_file() else given.name
+    folder = cache_folder("bench") / "quantization" / name
+    base = export(given, folder / "bfloat16")
+    config = load_model_config(find_model(str(base)))
+    group = math.gcd(128, config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    return given, name, folder, base, group
+
+
 def checkpoint(row: str, base: Path, folder: Path, group: int, peer: str | None) -> Path | None:
     """The quantized checkpoint of a row; None: there is no peer to make it."""
     scheme = row.partition(",")[0]
@@ -218,13 +230,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     tokens = parse_amount(args.tokens, "tokens")
     assert isinstance(tokens, int)
-    given = Path(args.model) if args.model else pull_default()
-    name = re.sub(r"[.-]q\d\w*$", "", given.stem, flags=re.I) if given.is_file() else given.name
-    folder = cache_folder("bench") / "quantization" / name
-    base = export(given, folder / "bfloat16")
-    config = load_model_config(find_model(str(base)))
-    group = math.gcd(128, config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-
+    given, name, folder, base, group = located(args.model)
     asked = [row.strip() for row in args.rows.split(";") if row.strip()] or list(ROWS)
     asked = [one for row in asked for one in (("FP8_DYNAMIC", *REFERENCES) if row == "reference" else [row])]
     for row in asked:

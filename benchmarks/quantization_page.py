@@ -9,7 +9,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "FP8_DYNAMIC, weights": ("FP8 weights alone", ""),
     "W8A8": ("int8 weights and activations", "1%"),
     "W8A16": ("int8 weights", ""),
-    "W4A16": ("int4 weights, searched scales", "no worse than llm-compressor"),
+    "W4A16": ("int4 weights, by `octavo quantize`", "no worse than llm-compressor"),
     "W4A16, plain": ("int4 weights, by llm-compressor's round to nearest", ""),
 }
 """Name, what it is, and the rise of perplexity that is wanted."""
@@ -35,6 +35,9 @@ def page(results: dict[str, Any]) -> str:
         "alone. Arithmetic is float32's on a CPU; the baseline of every figure is the bfloat16 checkpoint on",
         "the same windows of 512 tokens. Written by `python -m benchmarks.quantization`.",
         "",
+        "A GGUF file of 4 bits holds weights that were rounded before, in smaller groups of another form:",
+        "what is measured of W4A16 is a second rounding, whose grid is not the first one's.",
+        "",
         "The rise of perplexity is that over all tokens, with its standard error; wanted rises are goals,",
         "and are met or not. They are meant for 50,000 tokens and more: a row of fewer is a first look.",
     ]
@@ -42,6 +45,8 @@ def page(results: dict[str, Any]) -> str:
         lines += ["", f"## {name}", "", *_rises(model), "", *_texts(model), "", *_ran(model)]
         if "reference" in model:
             lines += ["", *_reference(name, model["reference"])]
+        if "rounding" in model:
+            lines += ["", *_rounding(name, model)]
     lines += ["", "## Texts", ""]
     lines += [f"- {one['name']}: {_what(one['sha256'])}" for one in results["texts"].values()]
     return "\n".join(lines) + "\n"
@@ -134,3 +139,31 @@ def _reference(name: str, found: dict[str, Any]) -> list[str]:
         f"{errors['fp8, rows']:.2%} with a scale for each row, {errors['fp8, groups']:.2%} with one for",
         f"every 32 columns; by int8 with a scale for each row {errors['int8, rows']:.2%}.",
     ]
+
+
+def _rounding(name: str, model: dict[str, Any]) -> list[str]:
+    rows = model["rounding"]
+    tokens = next(iter(rows.values()))["num_tokens"]
+    lines = [
+        f"### Ways of rounding {name} to 4 bits",
+        "",
+        f"Groups of {model['group']} columns, {tokens:,} tokens. By `python -m benchmarks.rounding`, which",
+        "says what the ways are. The last two columns compare with the first row (paired standard errors).",
+        "",
+        "| way | rise of perplexity | mean KL | perplexity | KL |",
+        "|---|---|---|---|---|",
+    ]
+    for way, found in rows.items():
+        against = " | | |"
+        if found is not next(iter(rows.values())):
+            against = (
+                " | "
+                + " | ".join(
+                    f"{found[f'plain_{what}_ratio'] - 1:+.1%} ± {found[f'plain_{what}_ratio_se']:.1%}"
+                    for what in ("perplexity", "kl")
+                )
+                + " |"
+            )
+        rise = f"{found['perplexity_ratio'] - 1:+.1%}"
+        lines.append(f"| {way} | {rise} | {found['kl_mean']:.4f}{against}")
+    return lines

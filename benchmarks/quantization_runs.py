@@ -212,24 +212,25 @@ def measure(
             if not lacking:
                 continue
             batch = batches[i]
-            prompts = [window.token_ids[:-1] for window in batch]
-            targets = torch.tensor([token for w in batch for token in w.token_ids[-w.num_scored :]])
-            theirs = _scored_rows(baseline.engine, prompts, batch)
+            theirs = scored_rows(baseline.engine, batch)
             for run in lacking:
-                ours = _scored_rows(run.engine, prompts, batch)
-                values = _scores(run.engine, ours, baseline.engine, theirs, targets)
+                ours = scored_rows(run.engine, batch)
+                values = scores(run.engine, ours, baseline.engine, theirs, batch)
                 run.figures[text].add([w.num_scored for w in batch], values, run.engine.ran)
             on_batch()
 
 
-def _scored_rows(engine: Runs, prompts: list[list[int]], batch: Sequence[Window]) -> torch.Tensor:
-    hidden = engine.hidden(prompts)
+def scored_rows(engine: Runs, batch: Sequence[Window]) -> torch.Tensor:
+    """Final hidden states `[scored tokens, hidden_size]` that the scored tokens of a batch come from."""
+    hidden = engine.hidden([window.token_ids[:-1] for window in batch])
     return torch.cat([rows[-window.num_scored :] for rows, window in zip(hidden, batch, strict=True)])
 
 
-def _scores(
-    engine: Runs, ours: torch.Tensor, baseline: Runs, theirs: torch.Tensor, targets: torch.Tensor
+def scores(
+    engine: Runs, ours: torch.Tensor, baseline: Runs, theirs: torch.Tensor, batch: Sequence[Window]
 ) -> dict[str, np.ndarray]:
+    """Figures of a batch's scored tokens, from `scored_rows` of an engine and of the baseline."""
+    targets = torch.tensor([token for w in batch for token in w.token_ids[-w.num_scored :]])
     step = max(1, SLICE_ELEMENTS // engine.logits(ours[:1]).shape[1])
     parts = []
     for lo in range(0, len(targets), step):

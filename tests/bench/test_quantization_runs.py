@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.quantization_page import REFERENCES, page
 from benchmarks.quantization_runs import ROWS, WINDOW, Figures, Run, measure, summary_of
+from benchmarks.rounding import OURS, WAYS, Rounded, rounded, row_of
+from octavo.eval.statistics import Blocks
 from octavo.eval.windows import Window, make_batches, make_windows
+from tests import tiny
 
 VOCAB = 11
 
@@ -87,8 +91,10 @@ def test_the_page() -> None:
     errors = {"fp8, rows": 0.026, "fp8, groups": 0.026, "int8, rows": 0.009}
     model = {"about": "7 million parameters.", "group": 64, "rows": rows}
     reference: dict[str, Any] = {"errors": errors, "rows": dict.fromkeys(("FP8_DYNAMIC", *REFERENCES), one)}
+    other = {"plain_perplexity_ratio": 0.9, "plain_kl_ratio": 0.7}
+    ways = {"a": one, "b": one | other | {f"{name}_se": 0.02 for name in other}}
     results = {
-        "models": {"tiny": {**model, "reference": reference}, "other": model},
+        "models": {"tiny": {**model, "reference": reference}, "other": {**model, "rounding": ways}},
         "texts": {"ab": {"name": "a.txt", "sha256": "ab"}},
     }
     lines = page(results).splitlines()
@@ -97,7 +103,47 @@ def test_the_page() -> None:
     assert "| W8A8 | int8 weights and activations | +2.00% ± 0.10% | 1%: missed | 50,000 |" in lines
     assert any(line.startswith("| W4A16 |") and "llm-compressor: not compared |" in line for line in lines)
     assert "| activations alone | compressed-tensors | +0.40% ± 0.10% | 0.0100 |" in lines
+    assert "| a | +0.4% | 0.0100 | | |" in lines
+    assert "| b | +0.4% | 0.0100 | -10.0% ± 2.0% | -30.0% ± 2.0% |" in lines
     told = "Each of the two alone costs more than is wanted of both."
     assert told not in lines
     reference["rows"] = dict.fromkeys(("FP8_DYNAMIC", *REFERENCES), worse)
     assert told in page(results).splitlines()
+
+
+def test_ways_of_rounding_are_what_they_say() -> None:
+    weight = torch.tensor(
+        [[0.8125, -0.4, 0.33, 0.1] * 2 + [-0.6875, 0.1, 0.0, 0.0] * 2], dtype=torch.bfloat16
+    )
+    scale = torch.tensor([0.8125 / 7.5, 0.6875 / 7.5], dtype=torch.bfloat16).float().repeat_interleave(8)
+    plain = (weight.float() / scale).round().clamp(max=7) * scale
+    assert torch.equal(rounded(weight, 8, 2.0, (7.5,), False), plain)
+    signed = rounded(weight, 8, 2.0, (8.0,), True)
+    assert torch.equal(signed[0, [0, 8]], weight[0, [0, 8]].float())  # -8 times a scale that is exact
+    for power, ends, sign in WAYS.values():
+        made = rounded(weight, 8, power, ends, sign)
+        assert not torch.equal(made, weight.float()) and float((made - weight.float()).abs().max()) < 0.2
+
+
+def test_ways_are_compared_in_pairs() -> None:
+    blocks = Blocks([128] * 4)
+    random = np.random.default_rng(0)
+    plain = {name: random.random(512) for name in ("nll", "baseline_nll", "kl", "top1", "top5")}
+    same = row_of(plain, plain, blocks)
+    assert same["plain_perplexity_ratio"] == same["plain_kl_ratio"] == 1.0
+    assert same["plain_perplexity_ratio_se"] == same["plain_kl_ratio_se"] == 0.0
+    other = row_of(plain | {"nll": plain["nll"] + np.log(1.5), "kl": plain["kl"] * 0.5}, plain, blocks)
+    assert other["plain_perplexity_ratio"] == pytest.approx(1.5)
+    assert other["plain_kl_ratio"] == pytest.approx(0.5) and other["plain_kl_ratio_se"] > 0
+
+
+def test_a_model_is_rounded_in_one_way_after_another() -> None:
+    engine = Rounded(tiny.checkpoint("llama"), 32)
+    prompts, found = [[1, 2, 3, 4]], {}
+    before = engine.logits(engine.hidden(prompts)[0])
+    for way in (*OURS, *WAYS, next(iter(OURS))):
+        engine.take(way)
+        after = engine.logits(engine.hidden(prompts)[0])
+        assert torch.equal(found.setdefault(way, after), after)
+        assert 1e-3 < float((after - before).std() / before.std()) < 1.0, way
+    assert len({float(one.sum()) for one in found.values()}) == len(OURS) + len(WAYS)
