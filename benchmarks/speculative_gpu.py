@@ -15,8 +15,8 @@ does not depend on it: `at 0.74` and `at 0.65` are times the rate without drafts
 where `times off` is of the verdicts that chance gave.
 
 A rate is of the tokens after the first: the time of a run less that of one token for all. Every engine runs
-each workload three times (from 64 requests on twice), of which the first records its steps; the best of the
-others counts, as other work of the machine only adds. `floor ms`: bytes of weights that a step reads, and for
+each workload four times (from 64 requests on three times), of which the first ones record its steps; the best
+of all but the first counts, as other work of the machine only adds. `floor ms`: bytes of weights that a step reads, and for
 each draft those that the draft's model reads, over the memory's bandwidth as measured on an H200.
 """
 
@@ -91,6 +91,7 @@ ONE: dict[str, dict[str, Any]] = {
     "eagle3 fp8, 5": {"speculative_config": speculation("eagle3", 5, **HEAD, quantization="fp8")},
     "draft 1B, 4": {"speculative_config": speculation("draft_model", 4, model=str(SHAPES / "llama-1b"))},
     "ngram, 5": {"speculative_config": speculation("ngram", 5, prompt_lookup_min=1)},
+    "ngram, adaptive": {"speculative_config": speculation("ngram", 5, True, prompt_lookup_min=1)},
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "one": ONE,
@@ -127,7 +128,7 @@ def run(llm: LLM, n: int, tokens: int) -> float:
 def measure(llm: LLM, n: int, watch: Watch) -> dict[str, float]:
     """What n requests at once yield."""
     best: dict[str, float] = {}
-    tokens, rounds = (TOKENS, 3) if n < 64 else (TOKENS // 2, 2)
+    tokens, rounds = (TOKENS, 4) if n < 64 else (TOKENS // 2, 3)
     for number in range(rounds):
         llm.reset_prefix_cache()
         first = run(llm, n, 1)

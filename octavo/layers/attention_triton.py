@@ -279,7 +279,7 @@ class TritonAttention(RecordableAttention):
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
                 self.scale, self.sliding_window, self.softcap, shared=plan.shared, codes=self.codes,
                 early=bool(plan.angles) and part.few, unrotated=unrotated,
-                apart=part.few and part.max_rows > 1 and plan.shared is None,
+                apart=part.few and plan.shared is None,
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]

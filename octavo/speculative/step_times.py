@@ -31,7 +31,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._mean = np.full(len(_SIZES), np.nan)
         self._count = np.zeros(len(_SIZES), np.int64)
-        self._curve: tuple[np.ndarray, np.ndarray] | None = None  # rows and seconds, to interpolate
+        self._curve: tuple[np.ndarray, np.ndarray] | None = None  # known rows and seconds
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
@@ -47,7 +47,9 @@ class StepTimes:
     def curve(self, first: int, count: int) -> np.ndarray | None:
         """Seconds of steps of `first`, `first + 1`, … rows, float64 `[count]`; None: nothing is known yet.
 
-        It never falls: a larger step that seems quicker is noise.
+        It never falls: a larger step that seems quicker is noise. Beyond the largest known step it rises as
+        on the whole, or as from `first` on, whichever is less: the first rows of a step may cost more than
+        the many after them.
         """
         if self._curve is None:
             # The first step of a size may have been slow because it was the first: a kernel was compiled, or
@@ -57,22 +59,22 @@ class StepTimes:
                 known = np.flatnonzero(self._count)
             if not len(known):
                 return None
-            sizes, times = _SIZES[known].astype(float), np.maximum.accumulate(self._mean[known])
-            if len(known) > 1:
-                slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
-            else:
-                slope = _PRIOR_SLOPE * times[0] / sizes[0]
-            last = float(_SIZES[-1])
-            if sizes[-1] < last:
-                sizes, times = (
-                    np.append(sizes, last),
-                    np.append(times, times[-1] + slope * (last - sizes[-1])),
-                )
-            if sizes[0] > 1:
-                sizes, times = (
-                    np.insert(sizes, 0, 1.0),
-                    np.insert(times, 0, max(times[0] - slope * (sizes[0] - 1), 0.5 * times[0])),
-                )
-            self._curve = sizes, times
+            self._curve = _SIZES[known].astype(float), np.maximum.accumulate(self._mean[known])
+        sizes, times = self._curve
+        slope = _PRIOR_SLOPE * times[0] / sizes[0]
+        if len(sizes) > 1:
+            slope = _slope(sizes, times)
+        above = sizes >= first
+        last = float(_SIZES[-1])
+        if sizes[-1] < last:
+            rise = min(slope, _slope(sizes[above], times[above])) if above.sum() > 1 else slope
+            sizes, times = np.append(sizes, last), np.append(times, times[-1] + rise * (last - sizes[-1]))
+        if sizes[0] > 1:
+            least = max(times[0] - slope * (sizes[0] - 1), 0.5 * times[0])
+            sizes, times = np.insert(sizes, 0, 1.0), np.insert(times, 0, least)
         end = min(first + count, int(_SIZES[-1]) + 1)
-        return np.interp(np.arange(first, end), *self._curve)
+        return np.interp(np.arange(first, end), sizes, times)
+
+
+def _slope(sizes: np.ndarray, times: np.ndarray) -> float:
+    return float((times[-1] - times[0]) / (sizes[-1] - sizes[0]))

@@ -47,6 +47,17 @@ def test_times_between_and_beyond_what_was_measured():
     assert times.curve(4, 1)[0] < 0.0106
 
 
+def test_beyond_what_was_measured_times_rise_as_from_the_steps_at_hand_on():
+    """A second row costs much, as on a GPU, where other kernels serve one row; those beyond hardly any."""
+    times = StepTimes()
+    for rows, seconds in ((1, 4e-3), (2, 5e-3), (16, 5.1e-3), (64, 5.4e-3)):
+        for _ in range(5):
+            times.add(rows, seconds)
+    assert times.curve(16, 113)[-1] == pytest.approx(5.8e-3)  # of 128 rows
+    assert times.curve(1, 128)[-1] == pytest.approx(5.4e-3 + 64 * 1.4e-3 / 63)
+    assert times.curve(64, 65)[-1] == times.curve(1, 128)[-1]  # of one size at hand nothing follows
+
+
 def simulate(
     rate: float, cost: float, steps: int, requests: int = 1, most: int = 4, idle: float = 0.0
 ) -> tuple[float, float]:

@@ -488,8 +488,7 @@ def paged_decode(
         unrotated: the one row of the one request has not been through `rotary_kv.rotary_and_write_kv`, whose
             work is done here, except that `q` stays as it is; without `shared`. None: all rows have.
         apart: a kernel of its own adds up what the splits come to, a program for each row and head: better
-            than that the last of a KV head's programs does where these are few and rows several. Without
-            `shared`.
+            than that the last of a KV head's programs does where these are few. Without `shared`.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     view = view_cache(cache, codes, seq_lens)

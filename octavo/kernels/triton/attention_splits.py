@@ -1,7 +1,9 @@
 """Adding up what the splits of contexts came to, by a kernel of its own.
 
-For few requests of several rows: the last program of a KV head's would have all their partial results to
-read, hundreds of KiB, while the other multiprocessors wait.
+For few requests: the last program of a KV head's would have all its partial results to read, of several
+rows hundreds of KiB, while the other multiprocessors wait. (H200, microseconds of a layer of Llama-8B: six
+rows of one request take 125.3, 126.1 and 129.0 with contexts of 256, 400 and 1500, and with the last program
+125.3, 135.8 and 162.2; a single row 112.1, 112.8 and 114.6, and 112.7, 113.4 and 116.7.)
 """
 
 from __future__ import annotations
