@@ -16,8 +16,9 @@ where `times off` is of the verdicts that chance gave.
 
 A rate is of the tokens after the first: the time of a run less that of one token for all. Every engine runs
 each workload four times (from 64 requests on three times), of which the first ones record its steps; the best
-of all but the first counts, as other work of the machine only adds. `floor ms`: bytes of weights that a step reads, and for
-each draft those that the draft's model reads, over the memory's bandwidth as measured on an H200.
+of all but the first counts, as other work of the machine only adds. `floor ms`: bytes of weights that a step
+reads, and for each draft those that the draft's model reads, over the memory's bandwidth as measured on an
+H200.
 """
 
 from __future__ import annotations
