@@ -30,7 +30,7 @@ THOROUGH = tuple(round(7.4 + 0.2 * i, 1) for i in range(10))
 """Multiples of a scale that a group's largest magnitude is made for 4 bits, where time is plenty: beyond 8.5
 it is clipped."""
 QUICK = (8.0,)
-"""The same while a model is loaded."""
+"""The same while a model is loaded; in what was measured no worse, but for errors of weights."""
 
 
 def fitted(scheme: WeightScheme, columns: int) -> WeightScheme:
