@@ -42,6 +42,7 @@ class _Decode:
     partials: torch.Tensor
     counters: torch.Tensor
     few: bool  # the device runs all its programs at a time
+    apart: bool  # what splits come to is added up by a kernel of its own
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class TritonAttention(RecordableAttention):
         if self.sliding_window is not None:
             context = min(context, self.sliding_window + max_rows + self.fmt.block_size)
         requests, heads = last - first, self.fmt.num_kv_heads
-        _, min_chunk, _ = kernels.decode_cut(
+        _, min_chunk, whole = kernels.decode_cut(
             requests == max_rows == 1, self.fmt.head_dim, self.dtype, self.fmt.quantized,
             kernels.shared_memory(device),
         )  # fmt: skip
@@ -159,7 +160,11 @@ class TritonAttention(RecordableAttention):
         sizes = kernels.decode_workspace_sizes(
             requests, heads, self.group, self.fmt.head_dim, max_rows, splits
         )
-        return _Decode(first, last, max_rows, splits, sizes[0], *workspace(device).reserve(*sizes), few)
+        # A single row whose context is split late is mostly whole: a kernel more would be for nothing.
+        apart = few and (max_rows > 1 or whole == 1)
+        return _Decode(
+            first, last, max_rows, splits, sizes[0], *workspace(device).reserve(*sizes), few, apart
+        )
 
     def _shared(self, meta: AttentionMetadata, decodes: list[_Decode]) -> kernels.SharedPass | None:
         """The pass over what all requests share, if the decode kernel does the rest for each of them."""
@@ -279,7 +284,7 @@ class TritonAttention(RecordableAttention):
                 part.first, part.last, part.max_rows, part.splits, part.partials, part.counters,
                 self.scale, self.sliding_window, self.softcap, shared=plan.shared, codes=self.codes,
                 early=bool(plan.angles) and part.few, unrotated=unrotated,
-                apart=part.few and plan.shared is None,
+                apart=part.apart and plan.shared is None,
             )  # fmt: skip
         for request, first, rows in plan.prompts:
             blocks = meta.block_table[request, : -(-rows // self.fmt.block_size)]

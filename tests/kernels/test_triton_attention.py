@@ -105,6 +105,23 @@ def test_a_single_row_is_split_from_its_tile_on(context: int, monkeypatch: pytes
     assert relative_error(got, want) < TOLERANCE["float16"]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "apart"), [([(1, 400)], True), ([(4, 400)], True), (40 * [(1, 20)], False)]
+)
+def test_splits_of_few_requests_are_added_up_apart(
+    shapes: list[tuple[int, int]], apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not those of a single row over a quantized cache, which is split late."""
+    monkeypatch.undo()
+    fmt = KVFormat("float16", 16, 2, 64)
+    _, _, meta = ragged_batch(shapes, 8, fmt, DEVICE)
+    meta.max_seq_len = 1000
+    for kind, want in ((fmt, apart), (KVFormat("fp8", 16, 2, 64), apart and shapes[0][0] > 1)):
+        meta.plan = None
+        TritonAttention(8, kind, 0.125).plan(meta)
+        assert [part.apart for part in meta.plan.decodes] == [want]
+
+
 def test_splits_follow_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is planned for the engine's longest context; a windowed layer splits its window alone."""
     monkeypatch.setattr(kernels, "MIN_CHUNK", 128)
