@@ -209,7 +209,9 @@ class EngineCore:
         held = self.scheduler.release_held()
         outputs: list[CoreOutput] = []
         drafting = self.scheduler.drafting
-        waits = drafting is not None and drafting.look_ahead(bool(self._in_flight)) and bool(self._in_flight)
+        under_way = bool(self._in_flight)
+        several = self.config.pipeline_parallel_size > 1
+        waits = drafting is not None and drafting.look_ahead(under_way or several) and under_way
         while waits and self._in_flight:  # drafts are proposed from tokens that are known
             outputs += self._take_in_oldest()
         step = self._schedule()
@@ -253,6 +255,7 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
+            self._last_end = time.perf_counter()
             if self._clock is not None:
                 self._clock.failed()
             return self._fail(oldest, error)

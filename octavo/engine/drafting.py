@@ -41,11 +41,12 @@ class Drafting(ABC):
         slots.on_enter.append(self.enter)
         slots.on_leave.append(self.leave)
 
-    def look_ahead(self, in_flight: bool) -> bool:
+    def look_ahead(self, costs: bool) -> bool:
         """Set `alone` for the step that is planned next.
 
         Args:
-            in_flight: earlier steps have not ended yet.
+            costs: being alone costs time: earlier steps have not ended yet, or there are pipeline stages for
+                several steps at a time.
         """
         return self.alone
 
@@ -161,9 +162,11 @@ class HostDrafting(Drafting):
     def _awake(self) -> bool:
         return not self.adaptive or self.adaptation.awake
 
-    def look_ahead(self, in_flight: bool) -> bool:
+    def look_ahead(self, costs: bool) -> bool:
         """See `Drafting`."""
-        self.alone = self._awake and (not in_flight or not self.adaptive or self._promising())
+        self.alone = self._awake
+        if self.alone and costs and self.adaptive:
+            self.alone = self._promising() and self._awake  # which looking may have ended
         return self.alone
 
     def _promising(self) -> bool:
@@ -189,7 +192,7 @@ class HostDrafting(Drafting):
 
     def launched(self, idle: float) -> None:
         """See `Drafting`."""
-        if self._spent:
+        if self._spent or idle:
             self.adaptation.proposed(max(idle, self._spent))
             self._spent = 0.0
 

@@ -10,6 +10,7 @@ from octavo.speculative.step_times import StepTimes
 _SHARE = 0.004  # of all time that may go into finding out whether drafts pay
 _MOST_CREDIT = 4.0  # steps' time; what a long time without trials saves up
 _FADE = 0.1
+_FORGET = 1 / 256  # of what proposing takes, a step
 _OUTLIER = 3.0  # a step that took so many times the usual time was held up: it counts as this
 _NEARLY, _MOST_DEBT = 0.9, 2.0  # of the most credit: what suffices for any trial, and what one costs at most
 
@@ -59,17 +60,28 @@ class Adaptation:
             self._credit += _MOST_CREDIT / 2 * seconds
         self._step += _FADE * (min(seconds, _OUTLIER * self._step) - self._step)
         self._credit = min(_MOST_CREDIT * self._step, self._credit + _SHARE * seconds)
+        # What seems too dear is not asked for, and so would never be measured again.
+        self._proposing *= 1 - _FORGET
 
     def looked(self, seconds: float) -> None:
         """Looking for drafts, of which none are judged yet, took so long."""
-        self._credit -= seconds
+        self._spent(seconds)
 
     def proposed(self, seconds: float) -> None:
         """Making proposals for a step and choosing among them (if there were any) delayed it for so long."""
+        seconds = self._usual(seconds)
         self._proposing += _FADE * (seconds - self._proposing)
         if not self._pays:
-            self._credit -= seconds
+            self._spent(seconds)
         self._pays = False
+
+    def _usual(self, seconds: float) -> float:
+        """So long, or what a step may take: whatever held the host up longer was something else."""
+        return min(seconds, _OUTLIER * self._step) if self._step else seconds
+
+    def _spent(self, seconds: float) -> None:
+        least = -_MOST_DEBT * _MOST_CREDIT * self._step
+        self._credit = max(min(self._credit, least), self._credit - self._usual(seconds))
 
     def promises(self, odds: np.ndarray, rows: int, most: int) -> bool:
         """Whether any such drafts would be judged, what proposing them takes included; arguments as

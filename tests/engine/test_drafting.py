@@ -224,3 +224,37 @@ def test_steps_overlap_as_long_as_nothing_is_found_to_draft(right: float, found:
         assert waits[True] > 20 and stats.num_steps < 110
     else:
         assert waits[True] == 0 and stats.num_steps == 150
+
+
+def test_stages_compute_beside_each_other_as_long_as_nothing_is_found_to_draft():
+    core = core_with(4, 0.0, adaptive=True, pipeline_parallel_size=2, max_num_seqs=16)
+    drafting, most = core.scheduler.drafting, 0
+    assert isinstance(drafting, HostDrafting)
+    drafting._proposer.propose = lambda slot, tokens, most: NOTHING  # type: ignore[method-assign]
+    drafting.adaptation.looked = drafting.adaptation.proposed = lambda seconds: None  # type: ignore
+    for i in range(4):
+        core.add(sim.request(f"r{i}", [1 + i, 2, 3], 50))
+    plans = core.executor.plans  # type: ignore[attr-defined]
+    while core.has_work:
+        core.step()
+        most = max(most, len(core._in_flight))
+    assert most == 2 and max(len(plan.slots) for plan in plans[10:-10]) == 2
+
+
+def test_after_a_failed_step_the_device_has_not_been_idle_since_the_last_good_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = core_with(4, 1.0, adaptive=True, async_scheduling=True)
+    core.add(sim.request("r", [1, 2, 3], 50))
+    for _ in range(4):
+        core.step()
+    before, wait = core._last_end, core._wait
+
+    def fail(pending: Any) -> Any:
+        monkeypatch.setattr(core, "_wait", wait)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(core, "_wait", fail)
+    assert core._in_flight
+    core._take_in_oldest()
+    assert core._last_end > before

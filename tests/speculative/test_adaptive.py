@@ -112,6 +112,32 @@ def test_waiting_for_tokens_to_draft_from_is_weighed_too(rate: float):
         assert speed > 0.97
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_a_pause_of_the_host_does_not_end_drafting(rate: float):
+    """A step that begins a thousand steps late says nothing of what proposing takes, whatever pays then."""
+    adaptation, slots, kinds = Adaptation(1, 1, 4), np.zeros(1, np.int64), np.zeros(1, np.int64)
+
+    def step(late: float) -> int:
+        odds = adaptation.acceptance.odds(slots, kinds)
+        counts = np.zeros(1, np.int64)
+        if adaptation.awake and adaptation.promises(odds, 1, 4):
+            counts = adaptation.choose(odds, 1, 4)
+            adaptation.proposed(late)
+        if counts.any():
+            adaptation.acceptance.judged(slots, kinds, counts, np.array([round(4 * rate)]))
+        adaptation.times.add(1 + int(counts.sum()), 0.01 * (1 + 0.02 * counts.sum()))
+        adaptation.passed(0.01)
+        return int(counts.sum())
+
+    for _ in range(100):
+        step(1e-4)
+    adaptation.looked(10.0)
+    adaptation.proposed(10.0)
+    for _ in range(4000):
+        step(1e-4)
+    assert sum(step(1e-4) for _ in range(1000)) > (3000 if rate else 0)
+
+
 def test_drafts_that_cost_as_much_as_they_yield_cost_at_most_three_percent():
     for requests in (1, 64):
         speed, _ = simulate(0.6, 1.0, 2000, requests)
