@@ -78,7 +78,25 @@ class Engine:
         return contextlib.nullcontext() if self._hardware is None else assumed(self._hardware)
 
 
-class Reference:
+class OfTransformers:
+    """A model of Transformers in float32, on the CPU; `checkpoint`: its folder."""
+
+    def __init__(self, checkpoint: Path):
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def hidden(self, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [self._model.model(torch.tensor([p])).last_hidden_state[0] for p in prompts]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            out: torch.Tensor = self._model.lm_head(hidden)
+        return out
+
+
+class Reference(OfTransformers):
     """Transformers' model, quantized by compressed-tensors: what other programs make of a checkpoint.
 
     Args:
@@ -89,11 +107,8 @@ class Reference:
 
     def __init__(self, base: Path, model: Path, weights: bool, activations: bool):
         from compressed_tensors.quantization import disable_quantization
-        from transformers import AutoModelForCausalLM
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model if weights else base, dtype=torch.float32
-        ).eval()
+        super().__init__(model if weights else base)
         self._model(torch.tensor([[0]]))  # the first pass expands weights
         if not weights:
             _quantize_rows(self._model)
@@ -102,15 +117,6 @@ class Reference:
                 disable_quantization(part)
         parts = [name for name, on in (("weights", weights), ("activations", activations)) if on]
         self.ran = f"Transformers with compressed-tensors, FP8 {' and '.join(parts)}"
-
-    def hidden(self, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [self._model.model(torch.tensor([p])).last_hidden_state[0] for p in prompts]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode():
-            out: torch.Tensor = self._model.lm_head(hidden)
-        return out
 
 
 def _quantize_rows(model: Any) -> None:

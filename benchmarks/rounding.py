@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.quantization import FOLDER, located, shown
 from benchmarks.quantization_page import page
-from benchmarks.quantization_runs import batches_of, scored_rows, scores, subject
+from benchmarks.quantization_runs import OfTransformers, batches_of, scored_rows, scores, subject
 from octavo.config import parse_amount
 from octavo.eval.statistics import Blocks, summarize
 from octavo.eval.texts import read_texts
@@ -77,7 +77,7 @@ def rounded(
     return best.flatten(1)
 
 
-class Rounded:
+class Rounded(OfTransformers):
     """Transformers' model, whose matrices but the head are rounded in one way after another.
 
     Args:
@@ -88,9 +88,7 @@ class Rounded:
     ran = "Transformers"
 
     def __init__(self, base: Path, group: int):
-        from transformers import AutoModelForCausalLM
-
-        self._model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        super().__init__(base)
         named = self._model.named_parameters()
         self._matrices = {name: p for name, p in named if name.endswith("_proj.weight")}
         self._weights = {name: p.detach().to(torch.bfloat16) for name, p in self._matrices.items()}
@@ -111,15 +109,6 @@ class Rounded:
             ends=OURS[way],
         )  # fmt: skip
         return made["weight"].float() * spread(made["weight_scale"], self._scheme, *weight.shape)
-
-    def hidden(self, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [self._model.model(torch.tensor([p])).last_hidden_state[0] for p in prompts]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode():
-            out: torch.Tensor = self._model.lm_head(hidden)
-        return out
 
 
 def row_of(values: dict[str, np.ndarray], plain: dict[str, np.ndarray], blocks: Blocks) -> dict[str, float]:

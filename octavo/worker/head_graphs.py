@@ -102,8 +102,7 @@ class HeadGraphs:
             run.meta[0].wanted_rows = last if drafts else last[:1]
             made = self._run(run, self._head.combine(list(states)))
             if drafts:
-                # By a kernel: a graph's copies are another engine's, which the device changes to and back.
-                torch.mul(made, 1, out=self._place_of(made)[:size])
+                self._place_of(made)[:size].copy_(made)
 
         self._passes.recorder.run(("follow", padding, drafts, states[0].data_ptr()), work)
 

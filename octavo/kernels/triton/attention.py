@@ -322,7 +322,7 @@ MAX_SPLITS = 64
 # row rotates itself: contexts of 128, 256, 384, 1024 and 2048 take 109.6, 109.7, 110.0, 110.8 and 115.0; with
 # the tile and the splits of many requests 109.7, 113.0, 114.1, 117.3 and 120.5.)
 SINGLE = TileConfig(0, 64, 2, 2)
-# Positions of a single row's program whose keys and values are sent for while the kernel before still runs.
+# Positions of a lone request's program whose keys and values are sent for while the kernel before still runs.
 # Of many requests more would be sent for than the L2 holds until it is read: a step of 32 took 3% longer.
 SENT_EARLY = 1024
 
